@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m validate COMMAND ...`: one row of COMMANDS per command, each a module with `main(arguments) -> int`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+# command -> (module of this package, what it does)
+COMMANDS: dict[str, tuple[str, str]] = {
+    "make-checkpoint": ("make_checkpoint", "write a synthetic EXL3 checkpoint of any layout"),
+    "check-checkpoint": ("check_checkpoint", "audit a checkpoint from its headers alone"),
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Run one command. A module is imported only when asked for, so none pays for another's dependencies."""
+    if arguments and arguments[0] in COMMANDS:
+        module, _ = COMMANDS[arguments[0]]
+        return importlib.import_module(f"{__package__}.{module}").main(arguments[1:])
+    wanted_help = bool(arguments) and arguments[0] in ("-h", "--help")
+    out = sys.stdout if wanted_help else sys.stderr
+    if arguments and not wanted_help:
+        print(f"validate: no command {arguments[0]!r}", file=out)
+    print("usage: python -m validate COMMAND ...", file=out)
+    for name, (_, purpose) in COMMANDS.items():
+        print(f"  {name:18} {purpose}", file=out)
+    return 0 if wanted_help else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
