@@ -1,18 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernel providers: one module each, all with the same four verbs.
 
-    can_run(query, device) -> (ok, reason)      from numbers alone, nothing is imported or compiled
+    can_run(query, device) -> (ok, reason)      from numbers alone; nothing is compiled, at most the library is imported
     plan(query, device) -> plan                 frozen; `plan.workspace_bytes` is all it will ever need
-    prepare(plan, weights) -> prepared          once, after loading; may reorder weights, never copies what it can view
+    prepare(plan, weights) -> {name: tensor}    once, after loading; views what it can, copies only what it must reorder
     run(plan, prepared, x) -> y                 allocates nothing but y
 
 `x` is [m, query.width] and `y` is [m, query.out_width], both of query.io_dtype; the layer's bias is not part of it.
+
+What `prepare` returns becomes parameters of the layer, and `run` gets those back under the same names.  They are
+tensors and nothing else, and none of them may hold an address: a reload writes new values into the same storage, and
+sleeping moves it.  Everything that is not a tensor belongs in the plan.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:
     import torch
@@ -21,12 +26,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardWeights:
-    """The stored tensors of one shard, on the device that will run it."""
+class LinearWeights:
+    """The tensors of a linear layer's shards, end to end in the order of `query.shards`, on the device that runs them."""
 
-    trellis: torch.Tensor  # [k/16, n/16, 16*rate] i16
-    suh: torch.Tensor  # [k] f16
-    svh: torch.Tensor  # [n] f16
+    trellis: torch.Tensor  # [sum of k/16 * n/16 * 16*rate] i16: each shard's [k/16, n/16, 16*rate], flattened
+    suh: torch.Tensor  # [shards * k] f16
+    svh: torch.Tensor  # [sum of n] f16
 
 
 class Backend(Protocol):
@@ -38,17 +43,13 @@ class Backend(Protocol):
 
     def plan(self, query: LinearQuery, device: Device) -> Plan: ...
 
-    def prepare(self, plan: Plan, weights: tuple[ShardWeights, ...]) -> Any: ...
+    def prepare(self, plan: Plan, weights: LinearWeights) -> dict[str, torch.Tensor]: ...
 
-    def run(self, plan: Plan, prepared: Any, x: torch.Tensor) -> torch.Tensor: ...
-
-
-def _available() -> tuple[ModuleType, ...]:
-    from . import torch as torch_backend
-
-    return (torch_backend,)
+    def run(self, plan: Plan, prepared: Mapping[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor: ...
 
 
 def candidates() -> tuple[Backend, ...]:
     """Every provider, in the order `auto` tries them."""
-    return tuple(cast(Backend, module) for module in _available())
+    from . import torch as torch_backend
+
+    return tuple(cast(Backend, module) for module in (torch_backend,))
