@@ -126,18 +126,22 @@ def _chunks(trellis: torch.Tensor) -> list[tuple[Span, Span]]:
 
 @functools.cache
 def hadamard_matrix(dtype: torch.dtype = torch.float32, device: torch.device = torch.device("cpu")) -> torch.Tensor:
-    """[128, 128] `dtype`: the Sylvester Hadamard matrix over sqrt(128), symmetric and its own inverse."""
-    matrix = torch.ones(1, 1, dtype=torch.float64)
+    """[128, 128] `dtype` of +1 and -1: the Sylvester Hadamard matrix, symmetric, 128 times its own inverse.
+
+    The factor 1/sqrt(128) stays out of it: sums of fp16 values are then all but exact in float32, and a transform on
+    both sides costs one exact division by 128.
+    """
+    matrix = torch.ones(1, 1)
     while matrix.shape[0] < BLOCK:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)), 0)
-    return (matrix / math.sqrt(BLOCK)).to(dtype).to(device)
+    return matrix.to(dtype).to(device)
 
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:
     """Transform each block of 128 along the last axis of [..., 128*b] float32 or float64; the same shape and dtype."""
     if x.shape[-1] % BLOCK:
         raise ValueError(f"hadamard: {x.shape[-1]} channels, want a multiple of {BLOCK}")
-    return (x.reshape(-1, BLOCK) @ hadamard_matrix(x.dtype, x.device)).view(x.shape)
+    return (x.reshape(-1, BLOCK) @ hadamard_matrix(x.dtype, x.device)).mul_(1 / math.sqrt(BLOCK)).view(x.shape)
 
 
 def unpack_signs(packed: torch.Tensor) -> torch.Tensor:
@@ -199,7 +203,7 @@ def decode_dense(
         piece = _decode(trellis[top:bottom, left:right], name, work)
         width = piece.shape[1]
         piece = (piece.view(-1, BLOCK) @ matrix).view(-1, width).mul_(svh[outputs].to(work))
-        signed = matrix * suh[inputs].to(work).view(-1, BLOCK, 1)  # [blocks, 128, 128]: diag(suh) H of each block
+        signed = matrix * suh[inputs].to(work).div(BLOCK).view(-1, BLOCK, 1)  # [blocks, 128, 128]: diag(suh) H / 128
         piece = torch.bmm(signed, piece.view(-1, BLOCK, width)).view(-1, width)
         target.copy_(piece[: target.shape[0], : target.shape[1]])
     return out
@@ -225,19 +229,17 @@ def forward(
 
     x        [..., k'] of any float dtype, k' up to k: missing channels count as zero
     trellis  [k/16, n/16, 16*K] i16;  suh [k] f16;  svh [n] f16;  bias [n'] of any float dtype, n' up to n, or None
-    exact    False: as exllamav3's dense path does it, x in fp16, fp16 again after the input transform, float32 from
-             there. True: float64 throughout, without either rounding: what error budgets are measured from.
+    exact    False: as exllamav3's dense path does it, to the last rounding: x, x * suh and the transform of that are
+             each rounded to fp16, all else is float32. True: float64 throughout: what error budgets are measured from.
     Returns  [..., n] float32, or float64 if exact; outputs beyond the true width are noise, the caller's to cut
     """
     check_linear(trellis, suh, svh, name)
     if x.shape[-1] > suh.shape[0]:
         raise ValueError(f"x: {x.shape[-1]} channels, want at most {suh.shape[0]}")
     work = torch.float64 if exact else torch.float32
-    rows = (x if exact else x.half()).reshape(-1, x.shape[-1]).to(work)
-    rows = torch.nn.functional.pad(rows, (0, suh.shape[0] - x.shape[-1]))
-    rotated = hadamard(rows * suh.to(work))
-    if not exact:
-        rotated = rotated.half().float()
+    step = work if exact else torch.float16  # of the input side
+    rows = torch.nn.functional.pad(x.reshape(-1, x.shape[-1]).to(step), (0, suh.shape[0] - x.shape[-1]))
+    rotated = hadamard((rows * suh.to(step)).to(work)).to(step).to(work)
     y = rotated.new_zeros(rows.shape[0], svh.shape[0])
     for (top, bottom), (left, right) in _chunks(trellis):
         piece = _decode(trellis[top:bottom, left:right], name, work)
