@@ -1,0 +1,41 @@
+# Thin names over Python tools. `make` or `make help` lists them.
+PYTHON ?= python3
+TORCH ?= auto
+BIN := .venv/bin
+CODE := release validate bench tests vllm
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-all test-gpu lint compose lock verify
+
+help:  ## list these
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
+
+venv:  ## make .venv with the CPU fork, so that .venv/bin/vllm serve works (TORCH=cpu|cuda|auto)
+	@$(PYTHON) -m release venv --torch $(TORCH)
+
+demo: venv  ## serve a small generated checkpoint, or MODEL=dir, on PORT (8000); DEMO_ONCE=1 stops after the answer
+	@$(BIN)/python -m validate.demo
+
+test: venv  ## every test that is fast enough
+	@$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-all: venv  ## also the slow ones
+	@$(BIN)/python -m pytest -m "not gpu"
+
+test-gpu:  ## the kernel tests, on a GPU machine: needs only torch and pytest, no package index
+	@$(PYTHON) -m pytest tests/gpu
+
+lint: venv  ## ruff, mypy, the patches and the laws of the repository
+	@$(BIN)/python -m ruff check $(wildcard $(CODE))
+	@$(BIN)/python -m mypy
+	@$(BIN)/python -m pytest -q tests/test_laws.py
+
+compose: venv  ## write both wheels of the fork to dist
+	@$(BIN)/python -m release compose --target cpu
+	@$(BIN)/python -m release compose --target cuda
+
+lock: venv  ## bring release/manifest.lock up to date (RESOLVE=1: the dependencies too, over the network)
+	@$(BIN)/python -m release lock $(if $(RESOLVE),--resolve)
+
+verify: venv  ## check the lock, the checkout and the wheels in dist against each other
+	@$(BIN)/python -m release verify

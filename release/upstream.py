@@ -1,0 +1,66 @@
+"""Fetches pinned wheels by hash with the user's own pip configuration, and keeps them inside the clone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+from release.checkout import sha256_of_file
+from release.errors import ReleaseError
+from release.pins import Pins, UpstreamWheel
+
+_QUIET = "--disable-pip-version-check"
+
+
+def cache(root: Path, *parts: str) -> Path:
+    """A folder below .cache, made if it is not there."""
+    folder = root.joinpath(".cache", *parts)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def tool_python(root: Path) -> Path:
+    """The interpreter of a small venv inside the clone: a system Python may come without pip."""
+    folder = root / ".cache" / f"tools-{sys.version_info.major}.{sys.version_info.minor}"
+    python = folder / "bin" / "python"
+    if not python.exists() or not (folder / "complete").exists():
+        venv.create(folder, with_pip=True, clear=True)
+        (folder / "complete").touch()
+    return python
+
+
+def pip(python: Path, *arguments: str) -> None:
+    """Runs pip and lets the user see its progress. Raises ReleaseError with what was asked."""
+    command = [str(python), "-m", "pip", *arguments, _QUIET]
+    if subprocess.run(command, check=False).returncode:
+        raise ReleaseError(f"pip {' '.join(arguments)}: failed, see above")
+
+
+def obtain(root: Path, pins: Pins, target: str) -> Path:
+    """The upstream wheel of a target, from the cache or from pip; its SHA-256 is checked every time."""
+    wheel = pins.wheels[target]
+    path = cache(root, "wheels") / wheel.file
+    if not path.exists():
+        print(f"fetching {wheel.file}, {wheel.size / 1e6:.0f} MB", file=sys.stderr, flush=True)
+        _download(root, pins, wheel, path)
+    found = sha256_of_file(path)
+    if found != wheel.sha256:
+        raise ReleaseError(f"{path}: sha256 {found}, want {wheel.sha256} (release/pins.toml); remove it to fetch it again")
+    return path
+
+
+def _download(root: Path, pins: Pins, wheel: UpstreamWheel, path: Path) -> None:
+    requirement = f"{wheel.distribution}=={pins.upstream_version} --hash=sha256:{wheel.sha256}\n"
+    _, abi, platform = wheel.tag.split("-")
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        listing = Path(folder, "requirements.txt")
+        listing.write_text(requirement, encoding="utf-8")
+        pip(
+            tool_python(root), "download", "--no-deps", "--require-hashes", "--only-binary=:all:",
+            "--implementation=cp", f"--abi={abi}", f"--platform={platform}",
+            f"--python-version={pins.pythons[0]}", f"--dest={folder}", f"--requirement={listing}",
+        )  # fmt: skip
+        Path(folder, wheel.file).replace(path)

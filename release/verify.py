@@ -1,0 +1,68 @@
+"""Checks that the lock, the checkout and built wheels say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from release import compose, manifest
+from release.archive import WheelReader
+from release.checkout import EXTENSION, sha256_of_file
+from release.compose import Composition
+from release.errors import ReleaseError
+
+
+def require_locked(root: Path, composition: Composition) -> None:
+    """Raises ReleaseError unless a composition without extension is the one that the lock describes."""
+    target = composition.wheel.target
+    locked = manifest.read_lock(root)["composed"][target]
+    plain = composition if not _has_extension(composition) else compose.compose(root, target)
+    for what, found in (("tree", plain.tree), ("sha256", manifest.wheel_sha256(plain))):
+        if found != locked[what]:
+            raise ReleaseError(
+                f"{manifest.LOCK}: the {target} wheel's {what} is {found}, the lock has {locked[what]}; "
+                "python -m release lock --check shows what changed"
+            )
+
+
+def verify(root: Path, wheels: Sequence[Path] | None) -> Iterator[str]:
+    """Yields a line for each thing that holds; raises ReleaseError for the first that does not.
+
+    `wheels` defaults to every composed wheel in dist.
+    """
+    generated = manifest.generate(root)
+    difference = manifest.differences(root, generated)
+    if difference:
+        raise ReleaseError(f"{manifest.LOCK} does not regenerate:\n{difference}")
+    yield "manifest.lock and NOTICE regenerate byte for byte"
+    for wheel in wheels if wheels is not None else sorted((root / "dist").glob("vllm-*.whl")):
+        if not wheel.is_file():
+            raise ReleaseError(f"{wheel}: not found")
+        yield f"{wheel.name}: {_check_wheel(root, wheel, generated.compositions)}"
+
+
+def _check_wheel(root: Path, wheel: Path, compositions: dict[str, Composition] | object) -> str:
+    """A wheel must be, byte for byte, what composing gives; one with an extension, composing with that extension."""
+    assert isinstance(compositions, dict)
+    named = {composition.wheel.composed_file: composition for composition in compositions.values()}
+    if wheel.name not in named:
+        raise ReleaseError(f"{wheel}: no wheel of this lock, want {' or '.join(sorted(named))}")
+    wanted = named[wheel.name]
+    what = "as locked"
+    found = sha256_of_file(wheel)
+    want = manifest.wheel_sha256(wanted)
+    if found != want and (extension := _extension_in(wheel)) is not None:
+        wanted = compose.compose(root, wanted.wheel.target, extension=extension)
+        want, what = manifest.wheel_sha256(wanted), "as locked, with a compiled extension"
+    if found != want:
+        raise ReleaseError(f"{wheel}: sha256 {found}, composing gives {want}")
+    return what
+
+
+def _extension_in(wheel: Path) -> bytes | None:
+    with WheelReader(wheel) as reader:
+        return reader.read(EXTENSION) if EXTENSION in reader else None
+
+
+def _has_extension(composition: Composition) -> bool:
+    return any(path == EXTENSION for path, _ in composition.entries)
