@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .codebook import CODEBOOKS, rate_of_tile_words
-from .layout import BLOCK, TILE, padded, trellis_shape
+from .layout import BLOCK, TILE, trellis_shape
 from .safetensors_headers import CheckpointError, TensorInfo, read_folder, read_int32
 
 MARKERS = tuple(book.name for book in CODEBOOKS.values() if book.marker is not None)
@@ -182,8 +182,3 @@ def find_module(linears: Mapping[str, LinearSpec], name: str) -> str | None:
         return name
     head = name.rpartition(".")[2]
     return head if head == "lm_head" and head in linears else None
-
-
-def true_width_fits(stored: int, width: int) -> bool:
-    """Whether `stored` padded channels hold `width` true ones with the least padding."""
-    return stored == padded(width)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 DTYPE_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2}
 DTYPE_BYTES |= {"BF16": 2, "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8}
@@ -44,7 +45,10 @@ class TensorInfo(NamedTuple):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that make up the checkpoint in `folder`: those of its index, else all there are.
+    """The safetensors files that make up the checkpoint in `folder`.
+
+    Those of its index; without one, `model.safetensors` alone where it is there (what lies beside it is something
+    else); else all there are.
 
     Raises:
         CheckpointError: there is none, or one that the index names is missing.
@@ -59,6 +63,8 @@ def weight_files(folder: Path) -> list[Path]:
         if missing:
             raise CheckpointError(missing)
         return [folder / name for name in names]
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
     files = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
     if not files:
         raise CheckpointError([f"{folder}: no *.safetensors file"])

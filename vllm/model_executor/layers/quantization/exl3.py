@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EXL3 (ExLlamaV3 trellis) checkpoints in vLLM: recognise the checkpoint, route each layer to its method.
+
+    y = had(had(x * suh) @ decode(trellis)) * svh + bias
+
+Reading order: exl3_trellis/checkpoint -> layout -> placement -> intake -> plan -> backends.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PretrainedConfig
+
+from vllm.logger import init_logger
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+from .exl3_trellis.checkpoint import (
+    LinearSpec,
+    find_module,
+    read_checkpoint,
+    read_linears,
+    require_linears,
+    storage_disagreements,
+)
+from .exl3_trellis.linear_method import EXL3LinearMethod
+from .exl3_trellis.placement import Source
+from .exl3_trellis.progress import Progress
+from .exl3_trellis.repository import local_folder, remote_tensors
+from .exl3_trellis.support import require_supported
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.model_executor.models.utils import WeightsMapper
+
+logger = init_logger(__name__)
+
+
+class EXL3Config(QuantizationConfig):
+    """What a checkpoint's headers say, by the names of vLLM's modules.  Holds no tensor, so it crosses processes."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__()
+        self.config = config
+        self.linears: dict[str, LinearSpec] = {}  # by checkpoint name
+        self.modules: dict[str, str] = {}  # vLLM name -> checkpoint name
+        self.progress = Progress()
+        self.dummy = False
+
+    def __repr__(self) -> str:
+        return f"EXL3Config({len(self.linears)} modules)"
+
+    @classmethod
+    def get_name(cls) -> str:
+        return "exl3"
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        return [torch.half, torch.bfloat16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return ["quantization_config.json"]
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> EXL3Config:
+        return cls(config)
+
+    def maybe_update_config(
+        self, model_name: str, hf_config: PretrainedConfig | None = None, revision: str | None = None
+    ) -> None:
+        """Read the checkpoint's headers; vLLM calls this while it makes its configuration, before any worker starts.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be served as it is.
+        """
+        folder = local_folder(model_name, revision)
+        if folder is None:
+            self.linears = require_linears(read_linears(remote_tensors(model_name, revision)), model_name)
+        else:
+            self.linears = read_checkpoint(folder)
+            self._warn_of_disagreements(folder)
+        self.modules = {name: name for name in self.linears}
+        if hf_config is not None and find_module(self.linears, "lm_head"):
+            # A stored head wins over a config that calls the embeddings tied; vLLM itself looks for lm_head.weight only.
+            hf_config.tie_word_embeddings = False
+            hf_config.get_text_config().tie_word_embeddings = False
+
+    def _warn_of_disagreements(self, folder: Path) -> None:
+        found = storage_disagreements(folder, self.linears)
+        if found:
+            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+            logger.warning("quantization_config.json disagrees with the tensors, which win: %s%s", found[0], more)
+
+    def verify_with_vllm_config(self, vllm_config: VllmConfig) -> None:
+        """Refuse what EXL3 does not work with, before anything is loaded."""
+        require_supported(vllm_config)
+        self.dummy = vllm_config.load_config.load_format == "dummy"
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
+        """Rename modules as the model renames their tensors.
+
+        A mapper is written for names of tensors, so a module goes through it as one of its own.
+        """
+        for name in self.linears:
+            mapped = hf_to_vllm_mapper.map_name(f"{name}.trellis")
+            if mapped is not None:
+                self.modules[mapped.removesuffix(".trellis")] = name
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """The method for one layer: EXL3 where its weights, or some of its merged weights, are stored so."""
+        if not isinstance(layer, (LinearBase, ParallelLMHead)):
+            return None
+        components = self._components(prefix)
+        if any(source.spec for sources in components for source in sources):
+            self.progress.expect()
+            return EXL3LinearMethod(components, self.progress.step, dummy=self.dummy)
+        return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
+
+    def _components(self, prefix: str) -> list[list[Source]]:
+        """The stored modules of the layer `prefix`, in the order of its outputs; several where vLLM merges them."""
+        if own := self._sources(prefix):
+            return [own]
+        parent, dot, last = prefix.rpartition(".")
+        merged = [f"{parent}{dot}{name}" for name in self.packed_modules_mapping.get(last, ())]
+        return [self._sources(name) or [Source(module=name, spec=None)] for name in merged]
+
+    def _sources(self, name: str) -> list[Source]:
+        """The stored module called `name` by vLLM: itself, or the slices of a very wide one."""
+        if module := find_module(self.modules, name):
+            stored = self.modules[module]
+            return [Source(module=stored, spec=self.linears[stored])]
+        sources: list[Source] = []
+        while stored := self.modules.get(f"{name}.slice.{len(sources)}"):
+            sources.append(Source(module=stored, spec=self.linears[stored], part=len(sources)))
+        return sources

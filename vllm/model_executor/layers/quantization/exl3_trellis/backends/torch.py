@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Provider `torch`: the reference mathematics on any device.
+
+On a CPU the weights are decoded once, at load, and a layer is then one dense product.  Elsewhere they are decoded in
+every call, which is slow and needs no memory: for a card that no kernel supports, and for comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+
+from ..codebook import tile_words
+from ..layout import trellis_shape
+from ..plan import Device, LinearQuery, Shard
+from ..reference import decode_dense, forward
+from . import LinearWeights
+
+name = "torch"
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchPlan:
+    """Nothing to decide but when to decode."""
+
+    query: LinearQuery
+    decode_once: bool
+    workspace_bytes: int = 0
+
+
+def can_run(query: LinearQuery, device: Device) -> tuple[bool, str]:
+    """Always, for the dtypes vLLM serves."""
+    if query.io_dtype not in DTYPES:
+        return False, f"activations are {query.io_dtype}, want one of {', '.join(DTYPES)}"
+    return True, ""
+
+
+def plan(query: LinearQuery, device: Device) -> TorchPlan:
+    """Decode once where memory is the host's."""
+    return TorchPlan(query=query, decode_once=device.kind == "cpu")
+
+
+def prepare(plan: TorchPlan, weights: LinearWeights) -> dict[str, torch.Tensor]:
+    """Decode to one dense [out_width, width] matrix, or keep the trellis as it is."""
+    if not plan.decode_once:
+        return {"trellis": weights.trellis, "suh": weights.suh, "svh": weights.svh}
+    query = plan.query
+    dense = torch.empty(query.out_width, query.width, dtype=DTYPES[query.io_dtype], device=weights.trellis.device)
+    row = 0
+    for shard, trellis, suh, svh in _shards(query, weights.trellis, weights.suh, weights.svh):
+        matrix = decode_dense(trellis, suh, svh, shard.codebook, dense.dtype)  # [k, n]
+        columns = matrix[: query.width, shard.first : shard.first + shard.width]
+        dense[row : row + shard.width].copy_(columns.t())
+        row += shard.width
+    return {"weight": dense}
+
+
+def run(plan: TorchPlan, prepared: Mapping[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """y[m, out_width] from x[m, width]."""
+    if plan.decode_once:
+        return F.linear(x, prepared["weight"])
+    query = plan.query
+    wide = F.pad(x, (0, query.k - query.width))
+    outputs = [
+        forward(wide, trellis, suh, svh, shard.codebook)[:, shard.first : shard.first + shard.width]
+        for shard, trellis, suh, svh in _shards(query, prepared["trellis"], prepared["suh"], prepared["svh"])
+    ]
+    return torch.cat(outputs, dim=1).to(x.dtype)
+
+
+def _shards(
+    query: LinearQuery, trellis: torch.Tensor, suh: torch.Tensor, svh: torch.Tensor
+) -> Iterator[tuple[Shard, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Each shard with views of its own trellis [k/16, n/16, 16*rate], suh [k] and svh [n]."""
+    words = [query.k * shard.n // 256 * tile_words(shard.rate) for shard in query.shards]
+    ends = accumulate(words)
+    column = 0
+    for index, (shard, size, end) in enumerate(zip(query.shards, words, ends, strict=True)):
+        tile = trellis[end - size : end].view(trellis_shape(query.k, shard.n, shard.rate))
+        yield shard, tile, suh[index * query.k : (index + 1) * query.k], svh[column : column + shard.n]
+        column += shard.n

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a model's headers are: a folder, the hub client's cache, or the hub itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .safetensors_headers import INDEX, SINGLE, CheckpointError, TensorInfo
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+
+def local_folder(model: str, revision: str | None) -> Path | None:
+    """The folder that holds the model's safetensors: `model` itself, or its snapshot in the hub cache; else None."""
+    folder = Path(model)
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        snapshot = Path(snapshot_download(model, revision=revision, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+    return snapshot if any(snapshot.glob("*.safetensors")) else None
+
+
+def weight_patterns(model_config: ModelConfig) -> list[str] | None:
+    """The only files that vLLM's loader may read of an EXL3 checkpoint, or None for its own choice.
+
+    Without an index the loader reads every safetensors file of a folder, and stops at the first tensor that belongs to
+    none of the model's modules.
+    """
+    if model_config.quantization != "exl3":
+        return None
+    folder = local_folder(model_config.model, model_config.revision)
+    if folder is None or (folder / INDEX).is_file() or not (folder / SINGLE).is_file():
+        return None
+    return [SINGLE]
+
+
+def remote_tensors(model: str, revision: str | None) -> Mapping[str, TensorInfo]:
+    """The headers of a model on the hub, without its weights.
+
+    Raises:
+        CheckpointError: they could not be read.
+    """
+    from vllm.transformers_utils.config import get_safetensors_params_metadata
+
+    metadata = get_safetensors_params_metadata(model, revision=revision)
+    if not metadata:
+        why = "no folder, not in the hub cache, and its safetensors headers could not be read"
+        raise CheckpointError([f"{model}: {why}; download it first"])
+    return {name: TensorInfo(entry["dtype"], tuple(entry["shape"])) for name, entry in metadata.items()}
