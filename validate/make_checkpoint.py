@@ -8,12 +8,14 @@ deployment, or to test a loader, without downloading anything.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from .synthesis import dense
+from .synthesis import dense, moe, moe_configs, rank_sliced
 from .synthesis.files import Folder
 from .synthesis.linears import SIGNS, Weights
 from .synthesis.quantization import write_configs
@@ -21,6 +23,7 @@ from .synthesis.recipe import Linears, Recipe
 from .synthesis.tokenizer import write_tokenizer
 from .trellis import codebook
 
+ALIASES = {"vocabulary": ("--vocab",), "drafts": ("--mtp",)}
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 
@@ -68,36 +71,98 @@ def add_common(form: argparse.ArgumentParser) -> None:
     form.add_argument("--tie", action="store_true", help="config.json says tied, though a head is stored")
 
 
+def add_shape(form: argparse.ArgumentParser, shape: type, helps: dict[str, str]) -> None:
+    """One integer option per field of the dataclass `shape`."""
+    for field in dataclasses.fields(shape):
+        names = [f"--{field.name.replace('_', '-')}", *ALIASES.get(field.name, ())]
+        form.add_argument(*names, type=int, default=field.default, help=helps.get(field.name, "size"))
+
+
+def shape_of(options: argparse.Namespace, shape: type) -> Any:
+    """The dataclass `shape` filled from the options; ValueError for a size below 1 (0 where that means none)."""
+    sizes = {field.name: getattr(options, field.name) for field in dataclasses.fields(shape)}
+    for name, size in sizes.items():
+        least = 0 if name in ("first_dense", "drafts") else 1
+        if size < least:
+            raise ValueError(f"--{name.replace('_', '-')} {size}, want at least {least}")
+    return shape(**sizes)
+
+
 def add_dense(form: argparse.ArgumentParser) -> None:
     """Options of the dense form."""
-    shape = dense.Shape()
     form.add_argument("--arch", choices=dense.FAMILIES, default="llama")
-    for name in ("hidden", "layers", "heads", "kv-heads", "head-dim", "intermediate", "vocabulary", "context"):
-        extra = ("--vocab",) if name == "vocabulary" else ()
-        default = getattr(shape, name.replace("-", "_"))
-        form.add_argument(f"--{name}", *extra, type=int, default=default, help="size")
-    form.add_argument("--slices", type=int, default=1, help="cut each MLP into this many .slice.{i}")
+    add_shape(form, dense.Shape, {"slices": "cut each MLP into this many .slice.{i}"})
     form.add_argument("--bias", action="store_true", help="biases where the architecture lets config.json ask for them")
 
 
-def recipe_of(options: argparse.Namespace, bias: bool = False) -> Recipe:
-    """The recipe that the common options ask for."""
-    return Recipe(rates=options.rates, codebooks=options.codebooks, head_rate=options.head_rate, signs=options.signs,
-                  plain=tuple(options.plain), bias=bias)
+def add_moe(form: argparse.ArgumentParser) -> None:
+    """Options of the mixture-of-experts form."""
+    form.add_argument("--family", choices=moe_configs.FAMILIES, default="glm4_moe")
+    form.add_argument("--layout", choices=("ordinary", *rank_sliced.LAYOUTS), default="ordinary",
+                      help="ordinary: experts are modules like others; else rank-sliced, all but experts unquantized, "
+                           "and --rates are those of the experts")
+    form.add_argument("--tp", type=int, default=2, help="ranks stored, where rank-sliced")
+    form.add_argument("--single-layers", type=lambda text: tuple(map(int, text.split(","))), default=(),
+                      metavar="L[,L...]", help="layers of a mixed checkpoint that use the last rate only")
+    form.add_argument("--name-rotation", action="store_true", help="write rotation_layout where it may be absent")
+    form.add_argument("--no-shim", action="store_true",
+                      help="leave out the quantization_config that claims another method, where rank-sliced")
+    form.add_argument("--agreeing", action="store_true",
+                      help="MTP layers whose drafts the target mostly accepts (default: hardly ever)")
+    add_shape(form, moe_configs.Shape, {
+        "drafts": "MTP layers",
+        "first_dense": "leading layers without experts",
+        "moe_intermediate": "of one expert, all ranks together",
+    })
+
+
+def recipe_of(options: argparse.Namespace, **others: Any) -> Recipe:
+    """The recipe that the common options ask for; `others` are its remaining fields."""
+    fields = {"rates": options.rates, "codebooks": options.codebooks, "head_rate": options.head_rate,
+              "signs": options.signs, "plain": tuple(options.plain)}
+    return Recipe(**(fields | others))
 
 
 def make_dense(options: argparse.Namespace, folder: Folder) -> None:
     """Fill `folder` with a dense model."""
-    shape = dense.Shape(**{name: getattr(options, name) for name in dense.Shape.__dataclass_fields__})
-    linears = Linears(Weights(folder, options.seed), recipe_of(options, options.bias))
+    shape = shape_of(options, dense.Shape)
+    linears = Linears(Weights(folder, options.seed), recipe_of(options, bias=options.bias))
     write_tokenizer(folder, shape.vocabulary, shape.context)
     dense.build(linears, options.arch, shape)
     write_configs(folder, dense.config(options.arch, shape, tied=options.tie, bias=options.bias))
 
 
+def make_moe(options: argparse.Namespace, folder: Folder) -> None:
+    """Fill `folder` with a mixture-of-experts model."""
+    shape = shape_of(options, moe_configs.Shape)
+    config = moe_configs.config(options.family, shape, tied=options.tie)
+    slicing = None
+    others: dict[str, Any] = {"residual": 0.2 if options.agreeing else 1.0}
+    if options.layout != "ordinary":
+        for name, default in (("codebooks", ("mcg",)), ("head_rate", None), ("signs", "float"), ("plain", [])):
+            if getattr(options, name) != default:
+                raise ValueError(f"--{name.replace('_', '-')} with --layout {options.layout}: the layout has none to choose")
+        slicing = rank_sliced.Slicing(layout=options.layout, named=options.name_rotation, ranks=options.tp,
+                                      rates=options.rates, single_layers=options.single_layers)
+        slicing.check_width(shape.moe_intermediate)
+        others |= {"plain": ("*",), "rates": (3.0,)}
+        if not options.no_shim:
+            config["quantization_config"] = rank_sliced.shim()
+        config["hybrid_tr3_tail"] = rank_sliced.metadata(slicing, shape.moe_layers, shape.experts)
+    builder = moe.Builder(Linears(Weights(folder, options.seed), recipe_of(options, **others)), options.family, shape,
+                          slicing, options.agreeing)
+    write_tokenizer(folder, shape.vocabulary, shape.context)
+    builder.build()
+    write_configs(folder, config, exl3=slicing is None)
+    if slicing and slicing.mixed:
+        table = rank_sliced.bitmap(slicing, options.seed, shape.moe_layers, shape.experts, shape.layers)
+        folder.add_json(rank_sliced.BITMAP, table)
+
+
 # form -> (what it makes, adds its options, fills the folder)
 FORMS: dict[str, tuple[str, Callable, Callable]] = {
     "dense": ("a dense model", add_dense, make_dense),
+    "moe": ("a mixture of experts, ordinary or rank-sliced, with MTP layers or without", add_moe, make_moe),
 }
 
 

@@ -80,13 +80,14 @@ def config(family: str, shape: Shape, *, tied: bool, bias: bool) -> dict:
     }
 
 
-def attention(linears: Linears, key: str, family: Family, shape: Shape) -> None:
-    """q, k, v and o of one layer, with its head norms."""
-    bias = linears.recipe.bias and family.any_bias
+def attention(linears: Linears, key: str, head_norms: bool, shape, *, bias: bool = False, qkv_bias: bool = False) -> None:
+    """q, k, v and o of one layer, with its head norms; `shape` has hidden, heads, kv_heads and head_dim."""
     for name, heads in (("q_proj", shape.heads), ("k_proj", shape.kv_heads), ("v_proj", shape.kv_heads)):
-        linears.linear(f"{key}.{name}", shape.hidden, heads * shape.head_dim, bias=bias or family.qkv_bias, zeros=True)
-    linears.linear(f"{key}.o_proj", shape.heads * shape.head_dim, shape.hidden, bias=bias)
-    if family.head_norms:
+        linears.linear(f"{key}.{name}", shape.hidden, heads * shape.head_dim, bias=bias or qkv_bias, zeros=True)
+    linears.linear(
+        f"{key}.o_proj", shape.heads * shape.head_dim, shape.hidden, gain=linears.recipe.residual, bias=bias
+    )
+    if head_norms:
         linears.norm(f"{key}.q_norm", shape.head_dim)
         linears.norm(f"{key}.k_norm", shape.head_dim)
 
@@ -107,20 +108,20 @@ def mlp(linears: Linears, key: str, hidden: int, intermediate: int, *, slices: i
         linears.linear(f"{key}.gate_proj{part}", hidden, width, bias=bias, zeros=True)
         linears.linear(f"{key}.up_proj{part}", hidden, width, bias=bias)
         # Partial outputs of the slices are summed; a bias belongs to one of them.
-        gain = (width / intermediate) ** 0.5
+        gain = linears.recipe.residual * (width / intermediate) ** 0.5
         linears.linear(f"{key}.down_proj{part}", width, hidden, gain=gain, bias=bias and number == 0)
 
 
 def build(linears: Linears, family: str, shape: Shape, *, prefix: str = "model", head: str = "lm_head") -> None:
     """All tensors of a dense model, in the order of its layers; each layer may end a file."""
     row = FAMILIES[family]
+    bias = linears.recipe.bias and row.any_bias
     linears.embedding(f"{prefix}.embed_tokens", shape.vocabulary, shape.hidden)
     for layer in range(shape.layers):
         key = f"{prefix}.layers.{layer}"
         linears.norm(f"{key}.input_layernorm", shape.hidden, feeds_linears=True)
-        attention(linears, f"{key}.self_attn", row, shape)
+        attention(linears, f"{key}.self_attn", row.head_norms, shape, bias=bias, qkv_bias=row.qkv_bias)
         linears.norm(f"{key}.post_attention_layernorm", shape.hidden, feeds_linears=True)
-        bias = linears.recipe.bias and row.any_bias
         mlp(linears, f"{key}.mlp", shape.hidden, shape.intermediate, slices=shape.slices, bias=bias)
         linears.weights.folder.end_layer()
     linears.norm(f"{prefix}.norm", shape.hidden, feeds_linears=True)

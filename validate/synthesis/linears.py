@@ -9,6 +9,7 @@ entries of std * |suh| * |svh|, and an output sums k of them.
 from __future__ import annotations
 
 import math
+import zlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,15 +40,29 @@ class Encoding:
 
 
 class Weights:
-    """Adds random modules to a folder, from one seeded stream."""
+    """Adds random modules to a folder.
+
+    Each tensor has a stream of its own, from the seed and its name: a tensor keeps its bytes whatever else the model
+    has, and `copies`, {module: the module it repeats}, makes one module equal to another.
+    """
 
     def __init__(self, folder: Folder, seed: int):
         self.folder = folder
-        self.random = np.random.default_rng(seed)
+        self.seed = seed
+        self.copies: dict[str, str] = {}
+
+    def original(self, key: str) -> str:
+        """The module whose random values `key` has: itself, unless it is a copy."""
+        return self.copies.get(key, key)
+
+    def random(self, name: str) -> np.random.Generator:
+        """The stream of one tensor."""
+        key, _, kind = name.rpartition(".")
+        return np.random.default_rng([self.seed, zlib.crc32(f"{self.original(key)}.{kind}".encode())])
 
     def normal(self, name: str, shape: tuple[int, ...], std: float, mean: float = 0.0, dtype: str = "BF16") -> None:
         """A plain tensor of normal values."""
-        values = self.random.standard_normal(shape, dtype=np.float32) * np.float32(std) + np.float32(mean)
+        values = self.random(name).standard_normal(shape, dtype=np.float32) * np.float32(std) + np.float32(mean)
         self.folder.add(name, dtype, bfloat16(values) if dtype == "BF16" else values)
 
     def plain(self, key: str, k: int, n: int, *, gain: float = 1.0, bias: bool = False) -> None:
@@ -59,7 +74,7 @@ class Weights:
     def trellis(self, key: str, k: int, n: int, encoding: Encoding) -> None:
         """`key.trellis` and the marker of its codebook."""
         shape = layout.trellis_shape(k, n, encoding.rate)
-        words = self.random.integers(-(1 << 15), 1 << 15, size=shape, dtype=np.int16)
+        words = self.random(f"{key}.trellis").integers(-(1 << 15), 1 << 15, size=shape, dtype=np.int16)
         self.folder.add(f"{key}.trellis", "I16", words)
         marker = codebook.codebook(encoding.codebook).marker_int32
         if marker is not None:
@@ -67,15 +82,15 @@ class Weights:
 
     def side(self, name: str, channels: int, scale: float, zeros: bool = False) -> None:
         """A vector of fp16 signs and scales, [padded(channels)]: random signs, sizes within a quarter of `scale`."""
-        size = layout.padded(channels)
-        values = self.random.choice([-1.0, 1.0], size) * scale * self.random.uniform(0.8, 1.25, size)
+        size, random = layout.padded(channels), self.random(name)
+        values = random.choice([-1.0, 1.0], size) * scale * random.uniform(0.8, 1.25, size)
         if zeros:  # converters store 0 for an output whose weights are all zero
-            values[self.random.integers(0, size, max(1, size // 256))] = 0
+            values[random.integers(0, size, max(1, size // 256))] = 0
         self.folder.add(name, "F16", values.astype(np.float16))
 
     def packed_signs(self, name: str, channels: int) -> None:
         """Legacy packed signs: int16 [padded(channels) / 16], bit b of word j for channel 16 j + b."""
-        words = self.random.integers(-(1 << 15), 1 << 15, size=layout.tiles(channels), dtype=np.int16)
+        words = self.random(name).integers(-(1 << 15), 1 << 15, size=layout.tiles(channels), dtype=np.int16)
         self.folder.add(name, "I16", words)
 
     def inputs(self, key: str, k: int, encoding: Encoding) -> None:
@@ -92,13 +107,16 @@ class Weights:
         else:
             self.side(f"{key}.svh", n, scale, zeros)
 
+    def scale(self, k: int, encoding: Encoding, gain: float = 1.0) -> float:
+        """Size of the output scales with which k inputs give outputs of `gain` times their size."""
+        return gain / (codebook.codebook(encoding.codebook).std * math.sqrt(k))
+
     def exl3(self, key: str, k: int, n: int, encoding: Encoding, *, gain: float = 1.0, bias: bool = False,
              zeros: bool = False) -> None:
         """An EXL3 linear of k true inputs and n true outputs that scales the size of its input by `gain`."""
-        scale = gain / (codebook.codebook(encoding.codebook).std * math.sqrt(k))
         self.inputs(key, k, encoding)
-        self.outputs(key, n, encoding, scale, zeros)
+        self.outputs(key, n, encoding, self.scale(k, encoding, gain), zeros)
         self.trellis(key, k, n, encoding)
         if bias:
-            values = self.random.standard_normal(layout.padded(n)) * 0.1
+            values = self.random(f"{key}.bias").standard_normal(layout.padded(n)) * 0.1
             self.folder.add(f"{key}.bias", "F16", values.astype(np.float16))

@@ -23,6 +23,7 @@ class Recipe:
     signs      see Encoding
     plain      glob patterns of module names that stay unquantized ("*.k_proj", "lm_head")
     bias       linears that the architecture lets have a bias have one
+    residual   gain of the linears that add to the residual stream: small makes a token's own embedding decide the next
     """
 
     rates: tuple[float, ...] = (3.0,)
@@ -31,6 +32,7 @@ class Recipe:
     signs: str = "float"
     plain: tuple[str, ...] = ()
     bias: bool = False
+    residual: float = 1.0
 
     def __post_init__(self):
         """Refuses, before anything is written, a rate that its codebook lacks."""
@@ -49,26 +51,32 @@ class Recipe:
 
 
 class Linears:
-    """Adds linears and norms by `recipe`; remembers how many it has dealt rates and codebooks to."""
+    """Adds linears and norms by `recipe`; remembers how it has stored each."""
 
     def __init__(self, weights: Weights, recipe: Recipe):
         self.weights = weights
         self.recipe = recipe
-        self._dealt = 0
+        self._dealt: dict[str, Encoding] = {}
 
     def encoding(self, key: str) -> Encoding | None:
-        """How the next module, `key`, is stored; None: unquantized."""
+        """How `key`, a module or a group of modules stored alike, is stored; None: unquantized."""
+        key = self.weights.original(key)
         if any(fnmatchcase(key, pattern) for pattern in self.recipe.plain):
             return None
-        encoding = self.recipe.deal(self._dealt)
-        self._dealt += 1
-        if key.endswith("lm_head") and self.recipe.head_rate is not None:
-            encoding = replace(encoding, rate=self.recipe.head_rate)
-        return encoding
+        if key not in self._dealt:
+            encoding = self.recipe.deal(len(self._dealt))
+            if key.endswith("lm_head") and self.recipe.head_rate is not None:
+                encoding = replace(encoding, rate=self.recipe.head_rate)
+            self._dealt[key] = encoding
+        return self._dealt[key]
 
     def linear(self, key: str, k: int, n: int, *, gain: float = 1.0, bias: bool = False, zeros: bool = False) -> None:
         """One linear of k inputs and n outputs that scales the size of its input by `gain`, as the recipe stores it."""
-        encoding = self.encoding(key)
+        self.store(key, k, n, self.encoding(key), gain=gain, bias=bias, zeros=zeros)
+
+    def store(self, key: str, k: int, n: int, encoding: Encoding | None, *, gain: float = 1.0, bias: bool = False,
+              zeros: bool = False) -> None:
+        """The same, the encoding being decided already."""
         if encoding is None:
             self.weights.plain(key, k, n, gain=gain, bias=bias)
         else:
