@@ -1,0 +1,62 @@
+"""Real vLLM engines for tests: in this process, where one starts in seconds, or as `vllm serve` (see server.py)."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+# Read when vLLM is imported, so before any test module is.
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SHARED_DATA = ROOT.parent / "shared" / "data"
+SMOLLM2 = SHARED_DATA / "smollm2-135m-instruct-exl3-3.0bpw"
+
+Engine = Any  # vllm.LLM
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.engine)
+
+
+@pytest.fixture
+def engine() -> Iterator[Callable[..., Engine]]:
+    """A factory: engine(folder, **options) -> vllm.LLM, float32 and eager unless told otherwise.  All are shut down."""
+    from vllm import LLM
+
+    started: list[Engine] = []
+
+    def start(model: Path | str, **options: Any) -> Engine:
+        defaults = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "seed": 0}
+        if options.get("tensor_parallel_size", 1) == 1:
+            defaults["distributed_executor_backend"] = "uni"
+        started.append(LLM(str(model), **(defaults | options)))
+        return started[-1]
+
+    yield start
+    while started:
+        close(started.pop())
+
+
+def close(llm: Engine) -> None:
+    """Shut an engine down and let its memory go."""
+    llm.llm_engine.engine_core.shutdown()
+    del llm
+    gc.collect()
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The real checkpoint, written by exllamav3."""
+    if not SMOLLM2.is_dir():
+        pytest.skip("shared/data is not here")
+    return SMOLLM2
