@@ -2,7 +2,7 @@
 PYTHON ?= python3
 TORCH ?= auto
 BIN := .venv/bin
-CODE := release validate bench tests vllm
+CODE := $(wildcard release validate bench vllm)
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-all test-gpu lint compose lock verify
@@ -26,8 +26,8 @@ test-gpu:  ## the kernel tests, on a GPU machine: needs only torch and pytest, n
 	@$(PYTHON) -m pytest tests/gpu
 
 lint: venv  ## ruff, mypy, the patches and the laws of the repository
-	@$(BIN)/python -m ruff check $(wildcard $(CODE))
-	@$(BIN)/python -m mypy
+	@$(BIN)/python -m ruff check $(CODE) tests
+	@$(BIN)/python -m mypy $(CODE)
 	@$(BIN)/python -m pytest -q tests/test_laws.py
 
 compose: venv  ## write both wheels of the fork to dist

@@ -43,8 +43,10 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     wheel.add_argument("--target", choices=TARGETS, required=True, help="which upstream wheel to start from")
     wheel.add_argument("--out", type=Path, help="folder for the wheel (default: dist in the checkout)")
-    wheel.add_argument("--extension", type=Path, metavar="FILE", help="compiled CUDA library to put into the cuda wheel")
-    wheel.add_argument("--unlocked", action="store_true", help="compose although the checkout differs from the lock")
+    wheel.add_argument("--extension", type=Path, metavar="FILE", help="compiled CUDA library for the cuda wheel")
+    wheel.add_argument(
+        "--unlocked", action="store_true", help="a wheel for development, from a checkout that differs from the lock"
+    )
     wheel.set_defaults(run=_compose)
 
     check = commands.add_parser(
@@ -58,8 +60,8 @@ def _parser() -> argparse.ArgumentParser:
         "venv", help="make .venv with the CPU fork and what it needs",
         description="Makes .venv: the CPU fork, its locked dependencies, the test tools. Only redoes what changed.",
     )  # fmt: skip
-    venv.add_argument("--torch", choices=environment.TORCH, default="auto",
-                      help="CPU build, public CUDA build, or the first that pip's configuration offers (default)")  # fmt: skip
+    torch_help = "CPU build, public CUDA build, or the first of them that pip's configuration offers (default)"
+    venv.add_argument("--torch", choices=environment.TORCH, default="auto", help=torch_help)
     venv.set_defaults(run=lambda root, given: environment.make(root, torch=given.torch))
     return parser
 
@@ -77,8 +79,10 @@ def _lock(root: Path, options: argparse.Namespace) -> int:
 
 
 def _compose(root: Path, options: argparse.Namespace) -> int:
+    if options.extension and not options.extension.is_file():
+        raise ReleaseError(f"{options.extension}: not found")
     extension = options.extension.read_bytes() if options.extension else None
-    composition = compose.compose(root, options.target, extension=extension)
+    composition = compose.compose(root, options.target, extension=extension, draft=options.unlocked)
     if not options.unlocked:
         verify.require_locked(root, composition)
     path = compose.write_file(composition, options.out or root / "dist")

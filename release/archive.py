@@ -32,7 +32,7 @@ class Sink(Protocol):
 
 
 class WheelReader:
-    """An upstream wheel: its RECORD, its files, and their compressed bytes. Its hash is checked by whoever fetched it."""
+    """A wheel's RECORD, files and compressed bytes. Its hash is checked by whoever fetched it."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -50,7 +50,9 @@ class WheelReader:
     def __enter__(self) -> WheelReader:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._zip.close()
         self._stream.close()
 

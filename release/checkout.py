@@ -24,7 +24,7 @@ def find_root(start: Path | None = None) -> Path:
 
 
 def files_of(root: Path, folder: str) -> list[str]:
-    """The fork's files below `folder`, as sorted paths relative to the root, with `/`; caches and leftovers left out."""
+    """The fork's files below `folder` as sorted paths relative to the root, with `/`; no caches, no leftovers."""
     return sorted(path.relative_to(root).as_posix() for path in _walk(root / folder))
 
 

@@ -16,7 +16,7 @@ from release.archive import WheelReader, WheelWriter
 from release.checkout import EXTENSION, OVERLAY, files_of, sha256, tree_hash
 from release.errors import ReleaseError
 from release.patch import Patch
-from release.pins import Pins, UpstreamWheel, read_pins
+from release.pins import UpstreamWheel, read_pins
 
 VERSION_FILE = "vllm/_version.py"
 
@@ -56,6 +56,7 @@ def compose(
     if extension is not None and target != "cuda":
         raise ReleaseError(f"--extension: the {target} wheel has no compiled extension, want --target cuda")
     pins = read_pins(root)
+    wheel = pins.wheels[target]
     series = stack.read_stack(root, pins, draft=draft)
     source = upstream.obtain(root, pins, target)
     with WheelReader(source) as reader:
@@ -66,14 +67,14 @@ def compose(
         for _, patched in stack.apply_stack(series, reader.read, reader.__contains__):
             trees.append(tree_hash(record | {path: sha256(data) for path, data in patched.items()}))
         ours = {path: stack.mark_changed(path, data, series) for path, data in patched.items()}
-        ours[VERSION_FILE] = _stamp_version(reader.read(VERSION_FILE), pins.wheels[target].version, pins.upstream_commit)
+        ours[VERSION_FILE] = _stamp_version(reader.read(VERSION_FILE), wheel.version, pins.upstream_commit)
         added = overlay if extension is None else overlay | {EXTENSION: extension}
         entries = [(path, ours.get(path)) for path in reader.names() if not _is_metadata(reader, path)]
         entries += sorted(added.items())
         tree = tree_hash(record | {path: sha256(data) for path, data in (ours | added).items()})
-        entries += _dist_info(reader, pins.wheels[target], notice or (root / "NOTICE").read_bytes(), entries)
+        entries += _dist_info(reader, wheel, notice or (root / "NOTICE").read_bytes(), entries)
     return Composition(
-        wheel=pins.wheels[target],
+        wheel=wheel,
         source=source,
         patches=tuple(series),
         upstream_tree=tree_hash(record),

@@ -119,7 +119,8 @@ def _install_fork(root: Path, home: Path, stamp: dict[str, str]) -> None:
 
 def _install_tools(root: Path, home: Path, stamp: dict[str, str]) -> None:
     """Our own commands (release, validate, bench), editable: the checkout's files are what runs."""
-    digest = sha256_of_file(root / "pyproject.toml")
+    packages = [name for name in ("release", "validate", "bench") if (root / name / "__init__.py").is_file()]
+    digest = sha256((sha256_of_file(root / "pyproject.toml") + " ".join(packages)).encode())
     if stamp.get("tools") == digest:
         return
     python = home / "bin" / "python"

@@ -42,9 +42,7 @@ def generate(root: Path, *, resolve_again: bool = False, draft: bool = False) ->
     """Computes every generated file. Raises ReleaseError where an input is wrong or the dependencies are stale."""
     pins = read_pins(root)
     notice = _notice(root, pins)
-    compositions = {
-        target: compose.compose(root, target, notice=notice.encode(), draft=draft) for target in TARGETS
-    }
+    compositions = {target: compose.compose(root, target, notice=notice.encode(), draft=draft) for target in TARGETS}
     text = project(pins, compositions)
     dependencies = resolve.resolve(root, pins, text) if resolve_again else _kept(root, text)
     table = _table(root, pins, compositions, dependencies)
@@ -76,7 +74,8 @@ def locked_dependencies(root: Path) -> Dependencies:
     try:
         return from_table(read_lock(root)["dependencies"])
     except (KeyError, ValueError) as error:
-        raise ReleaseError(f"{LOCK}: dependencies: {error!r}; python -m release lock --resolve writes it anew") from None
+        message = f"{LOCK}: dependencies: {error!r}; python -m release lock --resolve writes it anew"
+        raise ReleaseError(message) from None
 
 
 def wheel_sha256(composition: Composition) -> str:
@@ -97,8 +96,9 @@ class _HashSink:
 def _notice(root: Path, pins: Pins) -> str:
     """NOTICE with its last section, the list of changed upstream files, as the series has it."""
     text = (root / "NOTICE").read_text(encoding="utf-8")
-    if text.count(_NOTICE_HEAD) != 1:
-        raise ReleaseError(f"NOTICE: {text.count(_NOTICE_HEAD)} lines {_NOTICE_HEAD.strip()!r}, want 1, before the list")
+    found = text.count(_NOTICE_HEAD)
+    if found != 1:
+        raise ReleaseError(f"NOTICE: {found} lines {_NOTICE_HEAD.strip()!r}, want 1, before the list")
     head = text.partition(_NOTICE_HEAD)[0]
     changed = stack.changed_files(stack.read_stack(root, pins, draft=True))
     return head + _NOTICE_HEAD + "".join(f"    {path}\n" for path in changed)

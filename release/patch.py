@@ -186,14 +186,18 @@ def apply(patch: Patch, edit: FileEdit, data: bytes) -> bytes:
 
 def _explain(lines: list[bytes], at: int, hunk: Hunk) -> str:
     """Why the hunk does not fit: its lines are elsewhere (an offset), its change is there already, or they differ."""
-    for side, what in ((hunk.old, "its lines are at line {}, offsets are refused"), (hunk.new, "applied already, at line {}")):
-        if not side:
-            continue
-        for start in range(len(lines) - len(side) + 1):
-            if tuple(lines[start : start + len(side)]) == side:
-                return what.format(start + 1)
+    if (line := _find(lines, hunk.old)) is not None:
+        return f"its lines are at line {line}, and offsets are refused"
+    if (line := _find(lines, hunk.new)) is not None:
+        return f"its change is there already, at line {line}"
     for index, want in enumerate(hunk.old):
         found = lines[at + index] if at + index < len(lines) else b"<end of file>"
         if found != want:
             return f"line {at + index + 1} is {found.strip().decode()!r}, want {want.strip().decode()!r}"
     return "does not fit"
+
+
+def _find(lines: list[bytes], wanted: tuple[bytes, ...]) -> int | None:
+    """The line, counted from 1, where `wanted` begins."""
+    starts = range(len(lines) - len(wanted) + 1) if wanted else range(0)
+    return next((start + 1 for start in starts if tuple(lines[start : start + len(wanted)]) == wanted), None)

@@ -126,7 +126,8 @@ def mark_changed(path: str, data: bytes, stack: list[Patch]) -> bytes:
     At the end, so that no line number moves; made here, so that no patch carries it.
     """
     names = ", ".join(patch.name for patch in stack if path in patch.touches)
-    return data + (b"" if data.endswith(b"\n") or not data else b"\n") + f"# Changed by the EXL3 fork: {names}\n".encode()
+    line_feed = b"" if data.endswith(b"\n") or not data else b"\n"
+    return data + line_feed + f"# Changed by the EXL3 fork of vLLM: {names}\n".encode()
 
 
 def changed_files(stack: list[Patch]) -> list[str]:

@@ -48,7 +48,8 @@ def obtain(root: Path, pins: Pins, target: str) -> Path:
         _download(root, pins, wheel, path)
     found = sha256_of_file(path)
     if found != wheel.sha256:
-        raise ReleaseError(f"{path}: sha256 {found}, want {wheel.sha256} (release/pins.toml); remove it to fetch it again")
+        wanted = f"want {wheel.sha256} (release/pins.toml); remove it to fetch it again"
+        raise ReleaseError(f"{path}: sha256 {found}, {wanted}")
     return path
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from release import compose, manifest
@@ -41,9 +41,8 @@ def verify(root: Path, wheels: Sequence[Path] | None) -> Iterator[str]:
         yield f"{wheel.name}: {_check_wheel(root, wheel, generated.compositions)}"
 
 
-def _check_wheel(root: Path, wheel: Path, compositions: dict[str, Composition] | object) -> str:
+def _check_wheel(root: Path, wheel: Path, compositions: Mapping[str, Composition]) -> str:
     """A wheel must be, byte for byte, what composing gives; one with an extension, composing with that extension."""
-    assert isinstance(compositions, dict)
     named = {composition.wheel.composed_file: composition for composition in compositions.values()}
     if wheel.name not in named:
         raise ReleaseError(f"{wheel}: no wheel of this lock, want {' or '.join(sorted(named))}")
