@@ -145,7 +145,7 @@ def dense_tensors(folder: Path, config: dict, shapes: dict[str, torch.Size]) -> 
         if match := LINEAR.fullmatch(name):
             number = int(match["slice"] or match["rank"] or 0)
             parts.setdefault(match["module"], {})[number] = name.removesuffix(".trellis")
-        elif name.endswith((".weight", ".bias", ".e_score_correction_bias")):
+        elif not name.endswith((".suh", ".svh", ".su", ".sv", ".mcg", ".mul1")):
             tensors[re.sub(r"\.slice\.\d+", "", name)] = stored.read(name).float()
     for module, keys in parts.items():
         # Slices and ranks share out the intermediate channels: outputs of gate and up, inputs of down.
@@ -162,7 +162,7 @@ class Oracle:
     """The dense float32 model of a checkpoint folder, in transformers."""
 
     def __init__(self, folder: Path | str):
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
         folder = Path(folder)
         config = json.loads((folder / "config.json").read_text())
@@ -170,15 +170,18 @@ class Oracle:
             config.pop(key, None)
         # A stored head wins over a configuration that says tied.
         config |= {"dtype": "float32", "num_mtp_layers": 0}
-        config["tie_word_embeddings"] &= not any(name.startswith("lm_head.") for name in Checkpoint(folder).files)
+        text = config.get("text_config", config)  # nested where a tower for images wraps the model
+        if any(name.startswith("lm_head.") for name in Checkpoint(folder).files):
+            config["tie_word_embeddings"] = text["tie_word_embeddings"] = False
+        auto = AutoModelForCausalLM if text is config else AutoModelForImageTextToText
         with tempfile.TemporaryDirectory() as plain:
             (Path(plain) / "config.json").write_text(json.dumps(config))
             with torch.device("meta"):
-                skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(plain))
+                skeleton = auto.from_config(AutoConfig.from_pretrained(plain))
             shapes = {name: parameter.shape for name, parameter in skeleton.named_parameters()}
-            tensors = dense_tensors(folder, config, shapes)
+            tensors = dense_tensors(folder, text, shapes)
             save_file(tensors, Path(plain) / "model.safetensors", metadata={"format": "pt"})
-            self.model, report = AutoModelForCausalLM.from_pretrained(
+            self.model, report = auto.from_pretrained(
                 plain, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
             )
         if any(report.values()):

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..trellis import layout
+from . import vision
 from .recipe import LOGIT_GAIN, Linears
 from .tokenizer import BOS, EOS
 
@@ -24,6 +25,7 @@ class Family:
     qkv_bias: bool = False
     any_bias: bool = False
     head_norms: bool = False
+    vision: bool = False
 
 
 FAMILIES: dict[str, Family] = {
@@ -31,6 +33,7 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family(architecture="MistralForCausalLM"),
     "qwen2": Family(architecture="Qwen2ForCausalLM", qkv_bias=True),
     "qwen3": Family(architecture="Qwen3ForCausalLM", head_norms=True),
+    "llava": Family(architecture="LlamaForCausalLM", any_bias=True, vision=True),
 }
 
 
@@ -51,9 +54,9 @@ class Shape:
 
 def config(family: str, shape: Shape, *, tied: bool, bias: bool) -> dict:
     """config.json, without the quantization section."""
-    return {
+    keys = {
         "architectures": [FAMILIES[family].architecture],
-        "model_type": family,
+        "model_type": "llama" if FAMILIES[family].vision else family,
         "hidden_size": shape.hidden,
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,
@@ -78,6 +81,7 @@ def config(family: str, shape: Shape, *, tied: bool, bias: bool) -> dict:
         "use_cache": True,
         "initializer_range": 0.02,
     }
+    return vision.config(keys) if FAMILIES[family].vision else keys
 
 
 def attention(linears: Linears, key: str, head_norms: bool, shape, *, bias: bool = False, qkv_bias: bool = False) -> None:
@@ -112,10 +116,14 @@ def mlp(linears: Linears, key: str, hidden: int, intermediate: int, *, slices: i
         linears.linear(f"{key}.down_proj{part}", width, hidden, gain=gain, bias=bias and number == 0)
 
 
-def build(linears: Linears, family: str, shape: Shape, *, prefix: str = "model", head: str = "lm_head") -> None:
+def build(linears: Linears, family: str, shape: Shape) -> None:
     """All tensors of a dense model, in the order of its layers; each layer may end a file."""
     row = FAMILIES[family]
     bias = linears.recipe.bias and row.any_bias
+    prefix = vision.TEXT_PREFIX if row.vision else "model"
+    if row.vision:
+        vision.build(linears, shape.hidden)
+        vision.write_processor(linears.weights.folder)
     linears.embedding(f"{prefix}.embed_tokens", shape.vocabulary, shape.hidden)
     for layer in range(shape.layers):
         key = f"{prefix}.layers.{layer}"
@@ -125,4 +133,4 @@ def build(linears: Linears, family: str, shape: Shape, *, prefix: str = "model",
         mlp(linears, f"{key}.mlp", shape.hidden, shape.intermediate, slices=shape.slices, bias=bias)
         linears.weights.folder.end_layer()
     linears.norm(f"{prefix}.norm", shape.hidden, feeds_linears=True)
-    linears.linear(head, shape.hidden, shape.vocabulary, gain=LOGIT_GAIN)
+    linears.linear("lm_head", shape.hidden, shape.vocabulary, gain=LOGIT_GAIN)

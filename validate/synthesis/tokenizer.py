@@ -10,7 +10,10 @@ from __future__ import annotations
 from .files import Folder
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+IMAGE = "<image>"
+TAGS = (
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", IMAGE,
+)
 BOS, EOS = 1, 2  # ids of <|im_start|> and <|im_end|>
 SMALLEST_VOCABULARY = len(SPECIAL) + len(TAGS) + 256
 
