@@ -60,3 +60,14 @@ def smollm2() -> Path:
     if not SMOLLM2.is_dir():
         pytest.skip("shared/data is not here")
     return SMOLLM2
+
+
+@pytest.fixture
+def caplog_vllm(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """caplog that hears vLLM, whose logger does not pass its records on."""
+    import logging
+
+    logger = logging.getLogger("vllm")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)

@@ -8,6 +8,7 @@ Reading order: exl3_trellis/checkpoint -> layout -> placement -> intake -> plan 
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from .exl3_trellis.checkpoint import (
+    SUFFIXES,
     LinearSpec,
     find_module,
     read_checkpoint,
@@ -31,6 +33,8 @@ from .exl3_trellis.linear_method import EXL3LinearMethod
 from .exl3_trellis.placement import Source
 from .exl3_trellis.progress import Progress
 from .exl3_trellis.repository import local_folder, remote_tensors
+from .exl3_trellis.role import stamp
+from .exl3_trellis.scratch import ModelRef
 from .exl3_trellis.support import require_supported
 
 if TYPE_CHECKING:
@@ -38,6 +42,8 @@ if TYPE_CHECKING:
     from vllm.model_executor.models.utils import WeightsMapper
 
 logger = init_logger(__name__)
+
+SLICE = re.compile(rf"\.slice\.(\d+)\.({'|'.join(SUFFIXES)})$")
 
 
 class EXL3Config(QuantizationConfig):
@@ -50,6 +56,7 @@ class EXL3Config(QuantizationConfig):
         self.modules: dict[str, str] = {}  # vLLM name -> checkpoint name
         self.progress = Progress()
         self.dummy = False
+        self.model = ModelRef()
 
     def __repr__(self) -> str:
         return f"EXL3Config({len(self.linears)} modules)"
@@ -100,6 +107,13 @@ class EXL3Config(QuantizationConfig):
             more = f" and {len(found) - 1} more" if len(found) > 1 else ""
             logger.warning("quantization_config.json disagrees with the tensors, which win: %s%s", found[0], more)
 
+    @staticmethod
+    def get_checkpoint_weight_mapper() -> WeightsMapper:
+        """Names of tensors that are not those of a parameter: `.slice.{i}.trellis` is the layer's `slice{i}_trellis`."""
+        from vllm.model_executor.models.utils import WeightsMapper
+
+        return WeightsMapper(orig_to_new_regex={SLICE: r".slice\1_\2"})
+
     def verify_with_vllm_config(self, vllm_config: VllmConfig) -> None:
         """Refuse what EXL3 does not work with, before anything is loaded."""
         require_supported(vllm_config)
@@ -121,6 +135,7 @@ class EXL3Config(QuantizationConfig):
             return None
         components = self._components(prefix)
         if any(source.spec for sources in components for source in sources):
+            stamp(layer, prefix, self.model.get())
             self.progress.expect()
             return EXL3LinearMethod(components, self.progress.step, dummy=self.dummy)
         return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
