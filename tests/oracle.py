@@ -7,7 +7,7 @@
     oracle.greedy([5, 9, 3], 8)     # the 8 tokens it would say
 
 Weights are decoded here a second time, plainly, bit by bit from the description of the format, so that a misreading in
-the overlay shows. The dense float32 model then runs in transformers. Expects a good checkpoint: it checks next to nothing.
+the overlay shows. The dense float32 model then runs in transformers. It expects a good checkpoint and checks little.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m validate make-checkpoint`: write a synthetic EXL3 checkpoint.
 
-The weights are random, so the model talks nonsense; every byte of layout is as converters write it. Use it to rehearse a
-deployment, or to test a loader, without downloading anything.
+The weights are random, so the model talks nonsense, but every byte of layout is as converters write it. Use it to
+rehearse a deployment, or to test a loader, without downloading anything.
 """
 
 from __future__ import annotations
@@ -60,14 +60,31 @@ def add_common(form: argparse.ArgumentParser) -> None:
     form.add_argument("--seed", type=int, default=0, help="same seed, same bytes")
     form.add_argument("--shard-size", type=byte_size, help="largest file, as in 5MB; default: one file")
     form.add_argument("--file-per-layer", action="store_true", help="end a file with each layer")
-    form.add_argument("--rates", "--rate", type=rates, default=(3.0,), metavar="K[,K...]",
-                      help="bits a weight; several are dealt out in turn")
-    form.add_argument("--codebooks", "--codebook", type=codebooks, default=("mcg",), metavar="NAME[,NAME...]",
-                      help=f"of {', '.join(codebook.CODEBOOKS)}; several are dealt out in turn")
+    form.add_argument(
+        "--rates",
+        "--rate",
+        type=rates,
+        default=(3.0,),
+        metavar="K[,K...]",
+        help="bits a weight; several are dealt out in turn",
+    )
+    form.add_argument(
+        "--codebooks",
+        "--codebook",
+        type=codebooks,
+        default=("mcg",),
+        metavar="NAME[,NAME...]",
+        help=f"of {', '.join(codebook.CODEBOOKS)}; several are dealt out in turn",
+    )
     form.add_argument("--head-rate", type=lambda text: rates(text)[0], help="bits a weight of lm_head (default: dealt)")
     form.add_argument("--signs", choices=SIGNS, default="float", help="packed: the legacy tensors su and sv")
-    form.add_argument("--plain", action="append", default=[], metavar="GLOB",
-                      help="modules to leave unquantized, such as lm_head or '*.k_proj'; may be given again")
+    form.add_argument(
+        "--plain",
+        action="append",
+        default=[],
+        metavar="GLOB",
+        help="modules to leave unquantized, such as lm_head or '*.k_proj'; may be given again",
+    )
     form.add_argument("--tie", action="store_true", help="config.json says tied, though a head is stored")
 
 
@@ -98,28 +115,52 @@ def add_dense(form: argparse.ArgumentParser) -> None:
 def add_moe(form: argparse.ArgumentParser) -> None:
     """Options of the mixture-of-experts form."""
     form.add_argument("--family", choices=moe_configs.FAMILIES, default="glm4_moe")
-    form.add_argument("--layout", choices=("ordinary", *rank_sliced.LAYOUTS), default="ordinary",
-                      help="ordinary: experts are modules like others; else rank-sliced, all but experts unquantized, "
-                           "and --rates are those of the experts")
+    form.add_argument(
+        "--layout",
+        choices=("ordinary", *rank_sliced.LAYOUTS),
+        default="ordinary",
+        help="ordinary: experts are modules like others; else rank-sliced, all but experts unquantized, "
+        "and --rates are those of the experts",
+    )
     form.add_argument("--tp", type=int, default=2, help="ranks stored, where rank-sliced")
-    form.add_argument("--single-layers", type=lambda text: tuple(map(int, text.split(","))), default=(),
-                      metavar="L[,L...]", help="layers of a mixed checkpoint that use the last rate only")
+    form.add_argument(
+        "--single-layers",
+        type=lambda text: tuple(map(int, text.split(","))),
+        default=(),
+        metavar="L[,L...]",
+        help="layers of a mixed checkpoint that use the last rate only",
+    )
     form.add_argument("--name-rotation", action="store_true", help="write rotation_layout where it may be absent")
-    form.add_argument("--no-shim", action="store_true",
-                      help="leave out the quantization_config that claims another method, where rank-sliced")
-    form.add_argument("--agreeing", action="store_true",
-                      help="MTP layers whose drafts the target mostly accepts (default: hardly ever)")
-    add_shape(form, moe_configs.Shape, {
-        "drafts": "MTP layers",
-        "first_dense": "leading layers without experts",
-        "moe_intermediate": "of one expert, all ranks together",
-    })
+    form.add_argument(
+        "--no-shim",
+        action="store_true",
+        help="leave out the quantization_config that claims another method, where rank-sliced",
+    )
+    form.add_argument(
+        "--agreeing",
+        action="store_true",
+        help="MTP layers whose drafts the target mostly accepts (default: hardly ever)",
+    )
+    add_shape(
+        form,
+        moe_configs.Shape,
+        {
+            "drafts": "MTP layers",
+            "first_dense": "leading layers without experts",
+            "moe_intermediate": "of one expert, all ranks together",
+        },
+    )
 
 
 def recipe_of(options: argparse.Namespace, **others: Any) -> Recipe:
     """The recipe that the common options ask for; `others` are its remaining fields."""
-    fields = {"rates": options.rates, "codebooks": options.codebooks, "head_rate": options.head_rate,
-              "signs": options.signs, "plain": tuple(options.plain)}
+    fields = {
+        "rates": options.rates,
+        "codebooks": options.codebooks,
+        "head_rate": options.head_rate,
+        "signs": options.signs,
+        "plain": tuple(options.plain),
+    }
     return Recipe(**(fields | others))
 
 
@@ -141,16 +182,28 @@ def make_moe(options: argparse.Namespace, folder: Folder) -> None:
     if options.layout != "ordinary":
         for name, default in (("codebooks", ("mcg",)), ("head_rate", None), ("signs", "float"), ("plain", [])):
             if getattr(options, name) != default:
-                raise ValueError(f"--{name.replace('_', '-')} with --layout {options.layout}: the layout has none to choose")
-        slicing = rank_sliced.Slicing(layout=options.layout, named=options.name_rotation, ranks=options.tp,
-                                      rates=options.rates, single_layers=options.single_layers)
+                raise ValueError(
+                    f"--{name.replace('_', '-')} with --layout {options.layout}: the layout has none to choose"
+                )
+        slicing = rank_sliced.Slicing(
+            layout=options.layout,
+            named=options.name_rotation,
+            ranks=options.tp,
+            rates=options.rates,
+            single_layers=options.single_layers,
+        )
         slicing.check_width(shape.moe_intermediate)
         others |= {"plain": ("*",), "rates": (3.0,)}
         if not options.no_shim:
             config["quantization_config"] = rank_sliced.shim()
         config["hybrid_tr3_tail"] = rank_sliced.metadata(slicing, shape.moe_layers, shape.experts)
-    builder = moe.Builder(Linears(Weights(folder, options.seed), recipe_of(options, **others)), options.family, shape,
-                          slicing, options.agreeing)
+    builder = moe.Builder(
+        Linears(Weights(folder, options.seed), recipe_of(options, **others)),
+        options.family,
+        shape,
+        slicing,
+        options.agreeing,
+    )
     write_tokenizer(folder, shape.vocabulary, shape.context)
     builder.build()
     write_configs(folder, config, exl3=slicing is None)

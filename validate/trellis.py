@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 PACKAGE = "exl3_trellis"
@@ -29,14 +30,15 @@ def _folder() -> Path:
     raise ImportError(f"no {PLACE} in {', '.join(map(str, places))}: neither a checkout nor an installed fork")
 
 
-def load(module: str):
+def load(module: str) -> ModuleType:
     """The module `module` of the format's package."""
     if PACKAGE not in sys.modules:
         folder = _folder()
         spec = importlib.util.spec_from_file_location(
             PACKAGE, folder / "__init__.py", submodule_search_locations=[str(folder)]
         )
-        assert spec and spec.loader
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{folder}: not loadable as a package")
         sys.modules[PACKAGE] = package = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(package)
     return importlib.import_module(f"{PACKAGE}.{module}")

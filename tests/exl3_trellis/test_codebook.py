@@ -33,7 +33,7 @@ def test_rates_of_each_codebook(name):
 
 @pytest.mark.parametrize("name, rate", [("3inst", 2.5), ("mcg", 1.5), ("mul1", 4.5), ("mcg", 9), ("mul1", 0)])
 def test_rate_a_codebook_lacks(name, rate):
-    with pytest.raises(ValueError, match=f"^codebook {name}: {rate} bits a weight, want one of 1, "):
+    with pytest.raises(ValueError, match=rf"^codebook {name}: {rate} bits a weight, want one of 1, "):
         codebook.CODEBOOKS[name].check_rate(rate)
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def test_trellis_shape():
 
 
 def test_place_is_the_mma_fragment():
-    """Lane t of an m16n8k16 B fragment holds rows 2(t%4) + {0, 1, 8, 9} of column t//4; 8 columns on, its second half."""
+    """Lane t of an m16n8k16 B fragment holds rows 2(t%4) + {0, 1, 8, 9} of column t//4, then those 8 columns on."""
     for lane in range(32):
         rows = [2 * (lane % 4) + r for r in (0, 1, 8, 9)]
         want = [(row, lane // 4 + columns) for columns in (0, 8) for row in rows]
@@ -47,7 +48,7 @@ def test_ring(rate):
     starts = layout.state_starts(rate)
     ring = 256 * rate
     assert starts[-1] == ring - 16, "the last state ends where the ring does"
-    assert [(b - a) % ring for a, b in zip(starts, starts[1:])] == list(bits[1:])
+    assert [(b - a) % ring for a, b in pairwise(starts)] == list(bits[1:])
 
 
 @pytest.mark.parametrize("span", [(0, 64), (64, 128), (128, 128), (128, 512), (-128, 128)])
@@ -82,7 +83,9 @@ def test_window_of_packed_signs():
 
 
 def test_window_refuses_half_a_block():
-    with pytest.raises(ValueError, match=r"^outputs \[64, 192\) of 192: want a non-empty range of whole blocks of 128$"):
+    with pytest.raises(
+        ValueError, match=r"^outputs \[64, 192\) of 192: want a non-empty range of whole blocks of 128$"
+    ):
         layout.window("trellis", outputs=(64, 192))
 
 

@@ -18,7 +18,7 @@ HALF = {1.5: "1p5", 2.5: "2p5", 3.5: "3p5"}
 
 
 def linear(key: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, str]:
-    return GOLDEN[f"{key}.trellis"], GOLDEN[f"{key}.suh"], GOLDEN[f"{key}.svh"], key.split(".")[0]
+    return GOLDEN[f"{key}.trellis"], GOLDEN[f"{key}.suh"], GOLDEN[f"{key}.svh"], key.split(".", maxsplit=1)[0]
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -84,6 +84,8 @@ def test_pieces_make_the_whole(monkeypatch):
         monkeypatch.setattr(reference, "CHUNK_WEIGHTS", size)
         pieces = reference._chunks(weights[0])
         assert len(pieces) > 1
+        weights_of = [(r1 - r0) * (c1 - c0) * 256 for (r0, r1), (c0, c1) in pieces]
+        assert max(weights_of) <= max(size, 128 * 128), "a piece is what bounds the extra memory"
         assert error(reference.decode_dense(*weights), whole) < 1e-6
         assert torch.equal(reference.decode_rotated(weights[0], "mcg"), rotated)
         assert error(reference.forward(x, *weights), y) < 1e-5

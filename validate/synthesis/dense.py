@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from ..trellis import layout
 from . import vision
@@ -84,13 +85,26 @@ def config(family: str, shape: Shape, *, tied: bool, bias: bool) -> dict:
     return vision.config(keys) if FAMILIES[family].vision else keys
 
 
-def attention(linears: Linears, key: str, head_norms: bool, shape, *, bias: bool = False, qkv_bias: bool = False) -> None:
-    """q, k, v and o of one layer, with its head norms; `shape` has hidden, heads, kv_heads and head_dim."""
+class Heads(Protocol):
+    """The sizes of grouped-query attention, by whatever model they come with."""
+
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+def attention(
+    linears: Linears, key: str, head_norms: bool, shape: Heads, *, bias: bool = False, qkv_bias: bool = False
+) -> None:
+    """q, k, v and o of one layer, with its head norms."""
     for name, heads in (("q_proj", shape.heads), ("k_proj", shape.kv_heads), ("v_proj", shape.kv_heads)):
         linears.linear(f"{key}.{name}", shape.hidden, heads * shape.head_dim, bias=bias or qkv_bias, zeros=True)
-    linears.linear(
-        f"{key}.o_proj", shape.heads * shape.head_dim, shape.hidden, gain=linears.recipe.residual, bias=bias
-    )
+    linears.linear(f"{key}.o_proj", shape.heads * shape.head_dim, shape.hidden, gain=linears.recipe.residual, bias=bias)
     if head_norms:
         linears.norm(f"{key}.q_norm", shape.head_dim)
         linears.norm(f"{key}.k_norm", shape.head_dim)

@@ -85,13 +85,16 @@ class Folder:
         """Close the last file and give all their final names, with an index if there are several. Returns bytes."""
         self.close_shard()
         total = len(self._shards)
-        names = ["model.safetensors"] if total == 1 else [f"model-{i:05}-of-{total:05}.safetensors"
-                                                          for i in range(1, total + 1)]
+        names = (
+            ["model.safetensors"]
+            if total == 1
+            else [f"model-{i:05}-of-{total:05}.safetensors" for i in range(1, total + 1)]
+        )
         for number, name in enumerate(names, 1):
             self._draft(number).rename(self.path / name)
         size = sum(header[2] for header in self.headers.values())
         if total > 1:
-            where = {tensor: name for name, tensors in zip(names, self._shards) for tensor in tensors}
+            where = {tensor: name for name, tensors in zip(names, self._shards, strict=True) for tensor in tensors}
             self.add_json("model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": where})
         return size
 

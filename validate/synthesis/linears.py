@@ -33,7 +33,7 @@ class Encoding:
     rate: float
     signs: str = "float"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         codebook.codebook(self.codebook).check_rate(self.rate)
         if self.signs not in SIGNS:
             raise ValueError(f"signs {self.signs!r}, want one of {', '.join(SIGNS)}")
@@ -111,8 +111,17 @@ class Weights:
         """Size of the output scales with which k inputs give outputs of `gain` times their size."""
         return gain / (codebook.codebook(encoding.codebook).std * math.sqrt(k))
 
-    def exl3(self, key: str, k: int, n: int, encoding: Encoding, *, gain: float = 1.0, bias: bool = False,
-             zeros: bool = False) -> None:
+    def exl3(
+        self,
+        key: str,
+        k: int,
+        n: int,
+        encoding: Encoding,
+        *,
+        gain: float = 1.0,
+        bias: bool = False,
+        zeros: bool = False,
+    ) -> None:
         """An EXL3 linear of k true inputs and n true outputs that scales the size of its input by `gain`."""
         self.inputs(key, k, encoding)
         self.outputs(key, n, encoding, self.scale(k, encoding, gain), zeros)

@@ -94,8 +94,15 @@ class Builder:
             self.weights.normal(f"{key}.gate.e_score_correction_bias", (shape.experts,), 0.05, dtype="F32")
         if self.slicing:
             rates = self.expert_rates(layer)
-            rank_sliced.add_experts(self.weights, f"{key}.experts", shape.hidden, shape.moe_intermediate, rates,
-                                    self.slicing, linears.recipe.residual)
+            rank_sliced.add_experts(
+                self.weights,
+                f"{key}.experts",
+                shape.hidden,
+                shape.moe_intermediate,
+                rates,
+                self.slicing,
+                linears.recipe.residual,
+            )
         else:
             self.ordinary_experts(f"{key}.experts")
         if self.family.shared_expert:

@@ -36,9 +36,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(architecture="Qwen3MoeForCausalLM", head_norms=True, shared_expert=False),
     "glm4_moe": Family(architecture="Glm4MoeForCausalLM", score_bias=True, drafts=True),
     "deepseek_v2": Family(architecture="DeepseekV2ForCausalLM", latent=True),
-    "deepseek_v3": Family(
-        architecture="DeepseekV3ForCausalLM", latent=True, q_lora=True, score_bias=True, drafts=True
-    ),
+    "deepseek_v3": Family(architecture="DeepseekV3ForCausalLM", latent=True, q_lora=True, score_bias=True, drafts=True),
     "glm_moe_dsa": Family(
         architecture="GlmMoeDsaForCausalLM", latent=True, q_lora=True, score_bias=True, drafts=True, indexer=True
     ),
@@ -155,8 +153,13 @@ def _router(name: str, shape: Shape) -> dict:
         "routed_scaling_factor": 1.5,
     }
     if name == "deepseek_v2":  # its softmax router neither groups nor normalizes
-        return keys | {"topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False, "moe_layer_freq": 1,
-                       "routed_scaling_factor": 1.0}
+        return keys | {
+            "topk_method": "greedy",
+            "scoring_func": "softmax",
+            "norm_topk_prob": False,
+            "moe_layer_freq": 1,
+            "routed_scaling_factor": 1.0,
+        }
     keys |= {"num_nextn_predict_layers": shape.drafts}
     if name == "glm4_moe":
         partial = {"partial_rotary_factor": 0.5}

@@ -48,10 +48,12 @@ def tensor_storage(folder: Folder) -> dict:
     """The `tensor_storage` table of quantization_config.json."""
     table = {}
     for module, tensors in modules(folder).items():
-        entry: dict = {"stored_tensors": {
-            name: {"shape": list(shape), "n_bytes": size, "dtype": f"torch.{TORCH_NAMES[dtype]}"}
-            for name, (dtype, shape, size) in tensors.items()
-        }}
+        entry: dict = {
+            "stored_tensors": {
+                name: {"shape": list(shape), "n_bytes": size, "dtype": f"torch.{TORCH_NAMES[dtype]}"}
+                for name, (dtype, shape, size) in tensors.items()
+            }
+        }
         words = tensors.get(f"{module}.trellis")
         if words:
             entry["quant_format"] = "exl3"

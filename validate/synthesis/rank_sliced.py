@@ -39,7 +39,7 @@ class Slicing:
     rates: tuple[float, ...] = (3.0,)
     single_layers: tuple[int, ...] = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout {self.layout!r}, want one of {', '.join(LAYOUTS)}")
         for rate in self.rates:
@@ -110,8 +110,9 @@ def shim() -> dict:
     return {"quant_method": "modelopt", "quant_algo": "NVFP4", "producer": {"name": "shim"}, "ignore": ["lm_head"]}
 
 
-def add_experts(weights: Weights, key: str, hidden: int, intermediate: int, rates: list[int], slicing: Slicing,
-                gain: float) -> None:
+def add_experts(
+    weights: Weights, key: str, hidden: int, intermediate: int, rates: list[int], slicing: Slicing, gain: float
+) -> None:
     """All slices of the routed experts of one layer, `key` being `model.layers.{L}.mlp.experts`."""
     width = slicing.check_width(intermediate)
     if slicing.layout == "shared_h":
@@ -123,12 +124,30 @@ def add_experts(weights: Weights, key: str, hidden: int, intermediate: int, rate
             weights.outputs(f"{key}.shared_h.down_proj.rank{rank}", hidden, encoding, scale)
     for expert, rate in enumerate(rates):
         for rank in range(slicing.ranks):
-            _add_slice(weights, f"{key}.{expert}", rank, hidden, width, intermediate,
-                       Encoding(codebook=CODEBOOK, rate=rate), slicing.layout == "shared_h", gain)
+            _add_slice(
+                weights,
+                f"{key}.{expert}",
+                rank,
+                hidden,
+                width,
+                intermediate,
+                Encoding(codebook=CODEBOOK, rate=rate),
+                slicing.layout == "shared_h",
+                gain,
+            )
 
 
-def _add_slice(weights: Weights, key: str, rank: int, hidden: int, width: int, intermediate: int, encoding: Encoding,
-               shared: bool, gain: float) -> None:
+def _add_slice(
+    weights: Weights,
+    key: str,
+    rank: int,
+    hidden: int,
+    width: int,
+    intermediate: int,
+    encoding: Encoding,
+    shared: bool,
+    gain: float,
+) -> None:
     """gate, up and down of one expert on one rank; `shared`: without the vectors on the hidden side."""
     for name in ("gate_proj", "up_proj"):
         part = f"{key}.{name}.rank{rank}"

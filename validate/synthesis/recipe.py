@@ -34,7 +34,7 @@ class Recipe:
     bias: bool = False
     residual: float = 1.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         """Refuses, before anything is written, a rate that its codebook lacks."""
         for dealt in range(math.lcm(len(self.rates), len(self.codebooks))):
             self.deal(dealt)
@@ -74,8 +74,17 @@ class Linears:
         """One linear of k inputs and n outputs that scales the size of its input by `gain`, as the recipe stores it."""
         self.store(key, k, n, self.encoding(key), gain=gain, bias=bias, zeros=zeros)
 
-    def store(self, key: str, k: int, n: int, encoding: Encoding | None, *, gain: float = 1.0, bias: bool = False,
-              zeros: bool = False) -> None:
+    def store(
+        self,
+        key: str,
+        k: int,
+        n: int,
+        encoding: Encoding | None,
+        *,
+        gain: float = 1.0,
+        bias: bool = False,
+        zeros: bool = False,
+    ) -> None:
         """The same, the encoding being decided already."""
         if encoding is None:
             self.weights.plain(key, k, n, gain=gain, bias=bias)

@@ -12,7 +12,15 @@ from .files import Folder
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 IMAGE = "<image>"
 TAGS = (
-    "<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", IMAGE,
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+    IMAGE,
 )
 BOS, EOS = 1, 2  # ids of <|im_start|> and <|im_end|>
 SMALLEST_VOCABULARY = len(SPECIAL) + len(TAGS) + 256
@@ -78,13 +86,16 @@ def tokenizer_json(vocabulary: int) -> dict:
 def write_tokenizer(folder: Folder, vocabulary: int, context: int) -> None:
     """tokenizer.json, tokenizer_config.json and generation_config.json; `context` is the model's length in tokens."""
     folder.add_json("tokenizer.json", tokenizer_json(vocabulary))
-    folder.add_json("tokenizer_config.json", {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": SPECIAL[BOS],
-        "eos_token": SPECIAL[EOS],
-        "pad_token": SPECIAL[0],
-        "model_max_length": context,
-        "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
-    })
+    folder.add_json(
+        "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": SPECIAL[BOS],
+            "eos_token": SPECIAL[EOS],
+            "pad_token": SPECIAL[0],
+            "model_max_length": context,
+            "clean_up_tokenization_spaces": False,
+            "chat_template": CHAT_TEMPLATE,
+        },
+    )
     folder.add_json("generation_config.json", {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": 0})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from .files import Folder
 from .recipe import Linears
-from .tokenizer import IMAGE, TAGS, SPECIAL
+from .tokenizer import IMAGE, SPECIAL, TAGS
 
 TEXT_PREFIX = "model.language_model"
 TOWER, PROJECTOR = "model.vision_tower.vision_model", "model.multi_modal_projector"
@@ -81,10 +81,13 @@ def write_processor(folder: Folder) -> None:
         "do_convert_rgb": True,
     }
     folder.add_json("preprocessor_config.json", image)
-    folder.add_json("processor_config.json", {
-        "processor_class": "LlavaProcessor",
-        "image_token": IMAGE,
-        "patch_size": PATCH,
-        "num_additional_image_tokens": 1,  # the class token, which "default" then drops
-        "vision_feature_select_strategy": "default",
-    })
+    folder.add_json(
+        "processor_config.json",
+        {
+            "processor_class": "LlavaProcessor",
+            "image_token": IMAGE,
+            "patch_size": PATCH,
+            "num_additional_image_tokens": 1,  # the class token, which "default" then drops
+            "vision_feature_select_strategy": "default",
+        },
+    )

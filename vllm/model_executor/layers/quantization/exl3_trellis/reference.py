@@ -31,10 +31,11 @@ from .layout import BLOCK, TILE, Span, check_span, positions_by_place, state_sta
 # Weights decoded at a time: a few arrays of this many 4-byte values stay inside an L2 or L3 cache, which is worth a
 # third of the time on a 2-core CPU against 16 times as many; smaller pieces lose it again to the cost of each call.
 CHUNK_WEIGHTS = 1 << 20
+CPU = torch.device("cpu")
 
 
 @functools.cache
-def value_table(name: str, device: torch.device = torch.device("cpu")) -> torch.Tensor:
+def value_table(name: str, device: torch.device = CPU) -> torch.Tensor:
     """fp16 [65536] on `device`: the value of every state of codebook `name`."""
     book = CODEBOOKS[name]
     states = torch.arange(1 << 16, dtype=torch.int64)
@@ -125,7 +126,7 @@ def _chunks(trellis: torch.Tensor) -> list[tuple[Span, Span]]:
 
 
 @functools.cache
-def hadamard_matrix(dtype: torch.dtype = torch.float32, device: torch.device = torch.device("cpu")) -> torch.Tensor:
+def hadamard_matrix(dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> torch.Tensor:
     """[128, 128] `dtype` of +1 and -1: the Sylvester Hadamard matrix, symmetric, 128 times its own inverse.
 
     The factor 1/sqrt(128) stays out of it: sums of fp16 values are then all but exact in float32, and a transform on
@@ -181,8 +182,8 @@ def decode_dense(
     trellis  [k/16, n/16, 16*K] i16;  suh [k] f16;  svh [n] f16
     dtype    of the result; the arithmetic is float32, or float64 if that is asked for
     rows     input channels [start, stop) to decode, on blocks of 128; None: all of them
-    out      where to put the result: [k', n'] of any dtype and strides, k' and n' up to the padded sizes, what is beyond
-             them being cut off. A transposed view of a weight [n', k'] is filled without another copy.
+    out      where to put the result: [k', n'] of any dtype and strides, k' and n' up to the padded sizes; what is
+             beyond them is cut off. A transposed view of a weight [n', k'] is filled without another copy.
     Returns  `out`, or a new [rows, n] `dtype`. Extra memory is a few times CHUNK_WEIGHTS values.
     """
     check_linear(trellis, suh, svh, name)
