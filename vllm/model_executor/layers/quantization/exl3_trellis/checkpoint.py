@@ -173,12 +173,12 @@ def storage_disagreements(folder: Path, linears: Mapping[str, LinearSpec]) -> li
     return found
 
 
-def find_module(linears: Mapping[str, LinearSpec], name: str) -> str | None:
-    """The key of `linears` that the model's module `name` loads from: itself, or its bare head.
+def find_module(linears: Mapping[str, LinearSpec] | Mapping[str, str], name: str) -> str | None:
+    """The key of `linears` that the model's module `name` loads from: itself, or the name that checkpoints give it.
 
-    A multimodal wrapper asks for `language_model.lm_head` where the checkpoint stores `lm_head`.
+    A multimodal wrapper asks for `language_model.lm_head` where the checkpoint stores `lm_head`, and an MTP layer for
+    `model.layers.N.head` where it stores `model.layers.N.shared_head.head`.
     """
-    if name in linears:
-        return name
-    head = name.rpartition(".")[2]
-    return head if head == "lm_head" and head in linears else None
+    parent, _, last = name.rpartition(".")
+    alias = {"lm_head": "lm_head", "head": f"{parent}.shared_head.head"}.get(last)
+    return next((key for key in (name, alias) if key in linears), None)

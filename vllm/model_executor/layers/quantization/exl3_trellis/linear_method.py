@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.nn import Module, Parameter
 
 import vllm.envs as envs
-from vllm.config import get_current_vllm_config
+from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -28,6 +28,7 @@ from .layout import padded
 from .placement import Owned, Piece, Source, place
 from .plan import Device, LinearQuery, Plan, Shard, choose
 from .reference import unpack_signs
+from .role import capacity_of
 
 logger = init_logger(__name__)
 
@@ -85,7 +86,7 @@ class EXL3LinearMethod(LinearMethodBase):
         layer.exl3_pieces = tuple(place(self.components, outputs, inputs, layer.tp_size))
         layer.exl3_out_width = sum(output_partition_sizes)
         layer.exl3_dtype = params_dtype
-        layer.exl3_max_rows = get_current_vllm_config().scheduler_config.max_num_batched_tokens
+        layer.exl3_max_rows = capacity_of(get_current_vllm_config_or_none())
         create_params(layer, layer.exl3_pieces, params_dtype)
         _accept_padded_bias(layer, outputs)
 

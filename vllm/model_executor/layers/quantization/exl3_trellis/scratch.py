@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mutable memory that the layers of one owner share: arenas, staging buffers, a library's runtime.
+
+    arena = scratch(layer.exl3_owner, "moe decode", lambda: torch.empty(plan.workspace_bytes, ...))
+
+Nothing is global.  A model's layers hold it, and what they share dies with the last of them.  Where vLLM has a workspace
+manager its rules hold: one copy for each of its lanes and microbatches, memory from the pool that sleeping empties, and
+nothing new once it is locked, for captured graphs keep the addresses.
+Does not know what is stored, nor its size.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+
+if TYPE_CHECKING:
+    from .role import Role
+
+T = TypeVar("T")
+
+
+class Model:
+    """One loaded model, by identity.  A copy, or what a pickle makes of it, is another model with nothing in it."""
+
+    def __init__(self) -> None:
+        self.held: dict[Hashable, Any] = {}
+        self.lock = threading.RLock()  # a resource may be made of others
+
+    def __reduce__(self) -> tuple[type[Model], tuple[()]]:
+        return Model, ()
+
+
+class ModelRef:
+    """Where a configuration remembers the model that is built from it, without keeping it alive."""
+
+    def __init__(self) -> None:
+        self._ref: Callable[[], Model | None] = lambda: None
+
+    def get(self) -> Model:
+        """The model that is being built; a new one when all layers of the last are gone."""
+        model = self._ref()
+        if model is None:
+            model = Model()
+            self._ref = weakref.ref(model)
+        return model
+
+    def __reduce__(self) -> tuple[type[ModelRef], tuple[()]]:
+        return ModelRef, ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owner:
+    """Whom mutable memory belongs to.  It is never shared between owners that differ in anything.
+
+    There is no batch size in it: a layer's capacity is fixed when it is built.
+    """
+
+    model: Model
+    role: Role
+    device: str  # "cuda:0"
+    capacity: int  # most rows that one call brings
+
+
+def scratch(owner: Owner, name: Hashable, make: Callable[[], T]) -> T:
+    """What `owner` calls `name`, made by the first call on this lane, microbatch and kind of stream.
+
+    Args:
+        owner: stamped on the layer when it was built.
+        name: identifies the resource and its configuration.
+        make: allocates it.
+
+    Raises:
+        RuntimeError: it is not there yet, and vLLM has locked its workspaces.
+    """
+    slot, locked, pool = _place()
+    key = (name, owner.role, owner.device, owner.capacity, slot, _on_second_stream(owner.device))
+    with owner.model.lock:
+        if key not in owner.model.held:
+            if locked:
+                where = f"{owner.role}, {owner.device}, {owner.capacity} rows, workspace {slot}"
+                raise RuntimeError(f"{name!r} ({where}) was not made before vLLM locked its workspaces: warm it up first")
+            with pool():
+                owner.model.held[key] = make()
+        return cast(T, owner.model.held[key])
+
+
+def _place() -> tuple[int, bool, Callable[[], AbstractContextManager]]:
+    """vLLM's current workspace, whether it may still grow, and the pool that its memory comes from."""
+    from vllm.v1.worker import workspace
+
+    if not workspace.is_workspace_manager_initialized():
+        return 0, False, nullcontext  # the CPU worker has none
+    manager = workspace.current_workspace_manager()
+    return manager._get_workspace_id(), manager.is_locked(), manager._alloc_context
+
+
+def _on_second_stream(device: str) -> bool:
+    """Whether the caller runs on the stream that vLLM runs shared experts on, beside the routed ones."""
+    if not device.startswith("cuda"):
+        return False
+    from vllm.utils.torch_utils import aux_stream
+
+    return torch.cuda.current_stream() == aux_stream()
