@@ -47,6 +47,15 @@ def role_of(prefix: str, tag: str, layers: int | None, runner: str = "") -> Role
     return "draft" if found and layers is not None and int(found[1]) >= layers else "target"
 
 
+def needs_draft_lane(vllm_config: VllmConfig) -> bool:
+    """Whether a draft runs beside the target and either has EXL3 layers: graphs of both keep addresses of workspaces."""
+    speculation = vllm_config.speculative_config
+    if speculation is None or not (speculation.use_eagle() or speculation.uses_draft_model()):
+        return False
+    models = (vllm_config.model_config, speculation.draft_model_config)
+    return any(model is not None and model.quantization == "exl3" for model in models)
+
+
 def capacity_of(vllm_config: VllmConfig | None) -> int:
     """Most rows that a step brings to a layer.
 
