@@ -6,6 +6,7 @@ CPU wheel with what each needs besides; `tools`, what tests and lint need.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -35,6 +36,11 @@ class Dependencies:
     files: Mapping[str, tuple[File, ...]]
 
     def as_table(self) -> dict[str, Any]:
+        """For the lock, with a digest over all of it: a plain `lock` keeps these, so it must notice an edit."""
+        table = self._table()
+        return {"inputs": table["inputs"], "digest": _digest(table)} | table
+
+    def _table(self) -> dict[str, Any]:
         return {
             "inputs": self.inputs,
             "groups": {group: list(self.groups[group]) for group in sorted(self.groups)},
@@ -43,11 +49,22 @@ class Dependencies:
 
 
 def from_table(table: Mapping[str, Any]) -> Dependencies:
+    """Raises KeyError or ValueError for a table of another form, ReleaseError for one whose digest is another."""
+    found, locked = _digest({key: value for key, value in table.items() if key != "digest"}), table["digest"]
+    if found != locked:
+        raise ReleaseError(
+            f"release/manifest.lock: its dependencies were changed by hand (digest {found}, want {locked}); "
+            "python -m release lock --resolve writes them anew"
+        )
     return Dependencies(
         inputs=table["inputs"],
         groups={group: tuple(lines) for group, lines in table["groups"].items()},
         files={pin: tuple(_parse_file(line) for line in lines) for pin, lines in table["files"].items()},
     )
+
+
+def _digest(table: Mapping[str, Any]) -> str:
+    return sha256(json.dumps(table, sort_keys=True).encode())
 
 
 def _render_file(file: File) -> str:

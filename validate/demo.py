@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,7 +18,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 HOST = "127.0.0.1"
@@ -35,8 +36,9 @@ class DemoError(Exception):
 def main(environment: Mapping[str, str] = os.environ) -> int:
     folder = Path("demo")
     folder.mkdir(exist_ok=True)
-    port = int(environment.get("PORT") or 8000)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
+        port = port_of(environment)
         require_free(port)
         model = Path(environment["MODEL"]) if environment.get("MODEL") else generated(folder / "checkpoint")
         with serving(model, port, folder / "server.log") as server:
@@ -54,6 +56,13 @@ def main(environment: Mapping[str, str] = os.environ) -> int:
     return 0
 
 
+def port_of(environment: Mapping[str, str]) -> int:
+    text = environment.get("PORT") or "8000"
+    if not text.isdecimal() or not 0 < int(text) < 65536:
+        raise DemoError(f"PORT={text}: want a number from 1 to 65535")
+    return int(text)
+
+
 def require_free(port: int) -> None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: TIME_WAIT is not busy
@@ -65,11 +74,11 @@ def require_free(port: int) -> None:
 
 def generated(folder: Path) -> Path:
     """A small synthetic checkpoint: random trellises are valid weights."""
-    if not (folder / "config.json").exists():
-        print(f"generating a small EXL3 checkpoint in {folder}", flush=True)
-        command = [sys.executable, "-m", "validate", "make-checkpoint", "dense", str(folder), "--seed", "0"]
-        if subprocess.run(command, check=False).returncode:
-            raise DemoError(f"{' '.join(command[1:])} failed, see above")
+    print(f"generating a small EXL3 checkpoint in {folder}", flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    command = [sys.executable, "-m", "validate", "make-checkpoint", "dense", str(folder), "--seed", "0"]
+    if subprocess.run(command, check=False).returncode:
+        raise DemoError(f"{' '.join(command[1:])} failed, see above")
     return folder
 
 
@@ -101,10 +110,8 @@ def stop(server: subprocess.Popen[bytes]) -> None:
         server.wait(STOP_LIMIT)
     except subprocess.TimeoutExpired:
         print(f"the server did not stop in {STOP_LIMIT} s, killing it", flush=True)
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(server.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     server.wait()
 
 

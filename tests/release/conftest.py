@@ -26,7 +26,13 @@ def upstream_wheels() -> dict[str, Path]:
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, upstream_wheels: dict[str, Path]) -> Path:
     """A copy that has the upstream wheels in its cache; the working folder for the test."""
-    copy = tmp_path / "checkout"
+    copy = copy_checkout(tmp_path, upstream_wheels)
+    monkeypatch.chdir(copy)
+    return copy
+
+
+def copy_checkout(folder: Path, upstream_wheels: dict[str, Path]) -> Path:
+    copy = folder / "checkout"
     copy.mkdir()
     for name in (*_PARTS, "NOTICE", "LICENSE"):
         source = ROOT / name
@@ -38,7 +44,6 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, upstream_wheels: d
     wheels.mkdir(parents=True)
     for path in upstream_wheels.values():
         (wheels / path.name).symlink_to(path)
-    monkeypatch.chdir(copy)
     return copy
 
 
