@@ -1,0 +1,108 @@
+// Every instruction the kernels need that C++ cannot spell, one thin wrapper each.
+// Kernel bodies use nothing outside this file and plain C++, so that a host build can replace this file alone.
+#pragma once
+
+#include <cstdint>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+namespace exl3 {
+
+// Dynamic shared memory of the block, 16-byte aligned.
+__device__ __forceinline__ unsigned char* dynamic_smem() {
+  extern __shared__ __align__(16) unsigned char exl3_dynamic_smem[];
+  return exl3_dynamic_smem;
+}
+
+// Asynchronous 16-byte copy, global to shared, past L1: weights are read once. Both addresses 16-byte aligned.
+__device__ __forceinline__ void cp_async_16(void* smem, const void* global) {
+  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(smem));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+}
+
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Wait until at most kPending of this thread's committed groups are unfinished.
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// d = a * b + d, one m16n8k16 step: a [16, 16] fp16 row-major, b [16, 8] fp16 column-major, d [16, 8] fp32.
+// Lane l holds a rows l/4 and l/4+8, columns 2(l%4)+{0,1} and +8; b column l/4; d row l/4 (+8), columns 2(l%4)+{0,1}.
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// (x & kMask) ^ kFlip in one instruction: the compiler would otherwise sometimes split it.
+template <uint32_t kMask, uint32_t kFlip>
+__device__ __forceinline__ uint32_t and_xor(uint32_t x) {
+  uint32_t y;
+  asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(y) : "r"(x), "n"(kMask), "n"(kFlip));
+  return y;
+}
+
+// Bytes of the 64-bit value {high, low} picked by the four nibbles of selector.
+__device__ __forceinline__ uint32_t byte_pick(uint32_t low, uint32_t high, uint32_t selector) {
+  return __byte_perm(low, high, selector);
+}
+
+// The 32 bits that start `shift` bits into the bit string high:low, most significant first; shift in 0..32.
+__device__ __forceinline__ uint32_t funnel_left(uint32_t high, uint32_t low, uint32_t shift) {
+  return __funnelshift_lc(low, high, shift);
+}
+
+// Sum of the four bytes of x, plus base.
+__device__ __forceinline__ uint32_t byte_sum(uint32_t x, uint32_t base) { return __dp4a(x, 0x01010101u, base); }
+
+// fp16 pair arithmetic on raw words.
+__device__ __forceinline__ uint32_t add_half2(uint32_t a, uint32_t b) {
+  uint32_t y;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+
+__device__ __forceinline__ uint32_t fma_half2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t y;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+  return y;
+}
+
+// Rounded sum of the two fp16 halves of x, in both halves of the result: one instruction with operand swizzles.
+__device__ __forceinline__ uint32_t add_halves(uint32_t x) {
+  uint32_t y;
+  asm("{.reg .b16 l, h; .reg .b32 ll, hh; mov.b32 {l, h}, %1; mov.b32 ll, {l, l}; mov.b32 hh, {h, h};"
+      " add.rn.f16x2 %0, ll, hh;}"
+      : "=r"(y)
+      : "r"(x));
+  return y;
+}
+
+__device__ __forceinline__ float shuffle_xor(float x, int lane_mask) {
+  return __shfl_xor_sync(0xffffffffu, x, lane_mask);
+}
+
+// 16 bytes from another block's writes: from L2, never from this SM's L1.
+__device__ __forceinline__ float4 load_from_l2(const float4* p) { return __ldcg(p); }
+
+__device__ __forceinline__ void fence_device() { __threadfence(); }
+
+__device__ __forceinline__ unsigned atomic_increment(unsigned* counter) { return atomicAdd(counter, 1u); }
+
+// Programmatic dependent launch, SM90 and newer: a launch that was not made dependent passes through at once.
+__device__ __forceinline__ void wait_for_previous_grid() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void allow_next_grid() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+}  // namespace exl3

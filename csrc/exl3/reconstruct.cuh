@@ -1,0 +1,198 @@
+// Whole matrices out of trellises, for many rows: the product is then a library's.
+#pragma once
+
+#include "rotate.cuh"
+
+namespace exl3 {
+
+constexpr int kReconstructWarps = 8;  // one a tile of a 128-column block
+
+template <class T>
+__device__ __forceinline__ uint32_t pack_pair(float low, float high);
+template <>
+__device__ __forceinline__ uint32_t pack_pair<__half>(float low, float high) { return pack_half2(low, high); }
+template <>
+__device__ __forceinline__ uint32_t pack_pair<__nv_bfloat16>(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+template <class T>
+__device__ __forceinline__ uint32_t from_half2(uint32_t pair) {
+  if constexpr (sizeof(T) == 2 && !std::is_same_v<T, __half>) {
+    const float2 v = __half22float2(*reinterpret_cast<const __half2*>(&pair));
+    return pack_pair<T>(v.x, v.y);
+  } else {
+    return pair;
+  }
+}
+
+// 16-byte row pieces of a [rows, 128] tile in shared memory to w; pitch in 16-bit elements.
+template <class T, int kRows, int kPitch>
+__device__ __forceinline__ void store_rows(const uint16_t* tile, T* w, int64_t stride, int rows, int columns) {
+  constexpr int kPieces = kBlockColumns / 8;
+  const bool wide = stride % 8 == 0 && reinterpret_cast<uintptr_t>(w) % 16 == 0;
+  for (int i = threadIdx.x; i < kRows * kPieces; i += 32 * kReconstructWarps) {
+    const int row = i / kPieces, column = i % kPieces * 8;
+    if (row >= rows) return;
+    const uint4 piece = *reinterpret_cast<const uint4*>(tile + row * kPitch + column);
+    uint16_t* to = reinterpret_cast<uint16_t*>(w) + row * stride + column;
+    if (wide && column + 8 <= columns) {
+      *reinterpret_cast<uint4*>(to) = piece;
+    } else {
+      const uint16_t* from = reinterpret_cast<const uint16_t*>(&piece);
+      for (int j = 0; j < 8 && column + j < columns; ++j) to[j] = from[j];
+    }
+  }
+}
+
+// w [k, n] = decoded trellis, exact in fp16. Grid: (n / 128, ceil(k / 64)).
+template <Codebook kBook, int kRate2, class T>
+__global__ void __launch_bounds__(32 * kReconstructWarps) reconstruct_kernel(const unsigned char* trellis, int k, int n,
+                                                                            T* w) {
+  constexpr int kDepth = 64, kPitch = kBlockColumns + 8;
+  __shared__ __align__(16) uint16_t tile[kDepth * kPitch];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int rows = min(kDepth, k - static_cast<int>(blockIdx.y) * kDepth);
+  const LanePlace<kRate2> place(lane);
+  const unsigned char* from =
+      trellis + (static_cast<int64_t>(blockIdx.y) * (kDepth / kTile) * (n / kTile) + blockIdx.x * kBlockTiles + warp) *
+                    Rate<kRate2>::kTileBytes;
+#pragma unroll
+  for (int i = 0; i < kDepth / kTile; ++i) {
+    if (i * kTile >= rows) break;
+    uint32_t a[4];  // each register: rows 2c, 2c+1 (+8) of one column
+    decode_tile<kBook, kRate2>(from + static_cast<int64_t>(i) * (n / kTile) * Rate<kRate2>::kTileBytes, place, a);
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const uint32_t pair = from_half2<T>(a[r]);
+      const int row = i * kTile + lane % 4 * 2 + r / 2 * 8, column = warp * kTile + lane / 4 + r % 2 * 8;
+      tile[row * kPitch + column] = static_cast<uint16_t>(pair);
+      tile[(row + 1) * kPitch + column] = static_cast<uint16_t>(pair >> 16);
+    }
+  }
+  __syncthreads();
+  store_rows<T, kDepth, kPitch>(tile, w + static_cast<int64_t>(blockIdx.y) * kDepth * n + blockIdx.x * kBlockColumns, n,
+                                rows, kBlockColumns);
+}
+
+// The A and B fragments of the 16-point Hadamard matrix, exact in fp16: entry (i, j) is -1 to the popcount of i & j.
+__device__ __forceinline__ uint32_t hadamard_pair(int i, int j) {
+  const uint32_t low = 0x3c00u | (__popc(i & j) & 1) << 15, high = 0x3c00u | (__popc(i & (j + 1)) & 1) << 15;
+  return low | high << 16;
+}
+
+// v <- H8 v over eight accumulators of any kind.
+template <int kCount>
+__device__ __forceinline__ void hadamard_8(float (&v)[8][kCount]) {
+#pragma unroll
+  for (int span = 1; span < 8; span *= 2)
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      if ((i & span) == 0)
+#pragma unroll
+        for (int e = 0; e < kCount; ++e) butterfly(v[i][e], v[i + span][e]);
+}
+
+constexpr int kOriginalPitch = kBlockColumns + 4;
+constexpr int kOriginalSharedBytes = kHadamard * kOriginalPitch * 4;
+
+// w [k_true, columns] = diag(suh) H W H diag(svh), columns from 128 * first_block. Grid: (blocks, k / 128).
+//
+// H128 = H8 (x) H16. The tile is the B operand of H16 W, whose accumulators, rounded once to fp16, are the A operand of
+// (H16 W) H16: the tensor cores do both sides of the inner transform without a shuffle. The outer H8 over tiles is
+// register adds: along k within a warp, along n after one exchange through shared memory.
+template <Codebook kBook, int kRate2, class T>
+__global__ void __launch_bounds__(32 * kReconstructWarps, 2)
+    reconstruct_original_kernel(const unsigned char* trellis, const __half* suh, const __half* svh, int n, int k_true,
+                                int first_block, int columns, T* w, int64_t stride) {
+  float* block = reinterpret_cast<float*>(dynamic_smem());
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+  const LanePlace<kRate2> place(lane);
+  const uint32_t h[4] = {hadamard_pair(g, 2 * c), hadamard_pair(g + 8, 2 * c), hadamard_pair(g, 2 * c + 8),
+                         hadamard_pair(g + 8, 2 * c + 8)};
+  const unsigned char* from =
+      trellis + (static_cast<int64_t>(blockIdx.y) * kBlockTiles * (n / kTile) +
+                 (first_block + blockIdx.x) * kBlockTiles + warp) *
+                    Rate<kRate2>::kTileBytes;
+  float v[8][8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    uint32_t b[4];  // b[0], b[2]: columns 0-7; b[1], b[3]: columns 8-15
+    decode_tile<kBook, kRate2>(from + static_cast<int64_t>(i) * (n / kTile) * Rate<kRate2>::kTileBytes, place, b);
+    float left[4] = {}, right[4] = {};
+    mma_m16n8k16(left, h, b[0], b[2]);
+    mma_m16n8k16(right, h, b[1], b[3]);
+    const uint32_t a[4] = {pack_half2(left[0], left[1]), pack_half2(left[2], left[3]), pack_half2(right[0], right[1]),
+                           pack_half2(right[2], right[3])};
+    float out[2][4] = {};
+    mma_m16n8k16(out[0], a, h[0], h[2]);  // H16 is symmetric: its A registers are its B registers
+    mma_m16n8k16(out[1], a, h[1], h[3]);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) v[i][e] = out[e / 4][e % 4];
+  }
+  hadamard_8(v);
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+#pragma unroll
+    for (int e = 0; e < 8; e += 2) {
+      const int row = i * kTile + g + e / 2 % 2 * 8, column = warp * kTile + 2 * c + e / 4 * 8;
+      *reinterpret_cast<float2*>(block + row * kOriginalPitch + column) = make_float2(v[i][e], v[i][e + 1]);
+    }
+  __syncthreads();
+  // A lane now takes two neighbouring columns of all eight tiles of a row.
+  const int64_t k0 = static_cast<int64_t>(blockIdx.y) * kHadamard, n0 = static_cast<int64_t>(blockIdx.x) * kBlockColumns;
+  const int column = lane % 8 * 2;
+  float scale[8][2];
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) scale[i][e] = __half2float(svh[first_block * kBlockColumns + n0 + i * kTile + column + e]) / kHadamard;
+  const bool pairs = stride % 2 == 0 && reinterpret_cast<uintptr_t>(w) % 4 == 0;
+  for (int row = warp * 4 + lane / 8; row < kHadamard && k0 + row < k_true; row += 4 * kReconstructWarps) {
+    float u[8][2];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float2 read = *reinterpret_cast<const float2*>(block + row * kOriginalPitch + i * kTile + column);
+      u[i][0] = read.x, u[i][1] = read.y;
+    }
+    hadamard_8(u);
+    const float row_scale = __half2float(suh[k0 + row]);
+    uint16_t* to = reinterpret_cast<uint16_t*>(w) + (k0 + row) * stride + n0 + column;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int64_t left = columns - (n0 + i * kTile + column);
+      const uint32_t pair = pack_pair<T>(u[i][0] * (row_scale * scale[i][0]), u[i][1] * (row_scale * scale[i][1]));
+      if (pairs && left >= 2) {
+        *reinterpret_cast<uint32_t*>(to + i * kTile) = pair;
+      } else {
+        if (left >= 1) to[i * kTile] = static_cast<uint16_t>(pair);
+        if (left >= 2) to[i * kTile + 1] = static_cast<uint16_t>(pair >> 16);
+      }
+    }
+  }
+}
+
+// One warp a (row, 128-group): y = H (x * pre) / sqrt(128) * post. Grid: (ceil(n/128 / 4), m).
+template <class X, class Y>
+__global__ void __launch_bounds__(128) hadamard_kernel(const X* x, int64_t x_stride, int n_in, const __half* pre,
+                                                       const __half* post, Y* y, int64_t y_stride, int n_out, int n) {
+  const int lane = threadIdx.x % 32, first = (blockIdx.x * 4 + threadIdx.x / 32) * kHadamard + lane * 4;
+  if (first >= n) return;
+  const int64_t row = blockIdx.y;
+  float v[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    v[i] = first + i < n_in ? to_float(x[row * x_stride + first + i]) : 0.0f;
+    if (pre) v[i] *= __half2float(pre[first + i]);
+  }
+  hadamard_128(v, lane);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (first + i >= n_out) return;
+    float out = v[i] * kHadamardScale;
+    if (post) out *= __half2float(post[first + i]);
+    y[row * y_stride + first + i] = static_cast<Y>(out);
+  }
+}
+
+}  // namespace exl3

@@ -1,0 +1,55 @@
+// Input transform: x -> fp16(H (x * suh) / sqrt(128)), written in the order in which the fused kernels read it.
+#pragma once
+
+#include "hadamard.cuh"
+#include "mma.cuh"
+
+namespace exl3 {
+
+template <class T>
+__device__ __forceinline__ float to_float(T v) { return static_cast<float>(v); }
+template <>
+__device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
+template <>
+__device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
+
+__device__ __forceinline__ uint32_t pack_half2(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+constexpr int kRotateWarps = 4;
+
+// One warp a (row, 128-group of k). Grid: (ceil(k/128 / 4), m, shards). Also clears the arrival counters.
+template <class T>
+__global__ void __launch_bounds__(32 * kRotateWarps) rotate_kernel(const __grid_constant__ LinearArgs args, int rows, int depth, int counters) {
+  allow_next_grid();
+  wait_for_previous_grid();
+  const int lane = threadIdx.x % 32, row = blockIdx.y;
+  const int group = blockIdx.x * kRotateWarps + threadIdx.x / 32;
+  const int block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+  const int blocks = gridDim.x * gridDim.y * gridDim.z;
+  for (int i = block * blockDim.x + threadIdx.x; i < counters; i += blocks * blockDim.x)
+    reinterpret_cast<unsigned*>(args.scratch)[i] = 0;
+  if (group >= args.k / kHadamard) return;
+
+  const __half* suh = static_cast<const __half*>(args.shard[blockIdx.z].suh) + group * kHadamard;
+  const T* x = static_cast<const T*>(args.x) + row * args.x_stride + group * kHadamard;
+
+  // A lane holds the four k of one fragment's two registers: k = 32q + 16h + {2c, 2c+1, 2c+8, 2c+9}.
+  const int q = lane / 8, c = lane / 2 % 4, h = lane % 2, first = 32 * q + 16 * h + 2 * c;
+  float v[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int at = first + i % 2 + i / 2 * 8;
+    v[i] = group * kHadamard + at < args.k_true ? to_float(x[at]) * __half2float(suh[at]) : 0.0f;
+  }
+  hadamard_128(v, lane);
+  const Scratch scratch(args.m, rows, args.k, 0, 0, 0);
+  unsigned char* out = args.scratch + (counters * 4 + 255) / 256 * 256 + blockIdx.z * scratch.rotation_bytes +
+                       rotated_offset(row, group * 4 + q, c, rows, depth, args.k) + h * 8;
+  *reinterpret_cast<uint2*>(out) = make_uint2(pack_half2(v[0] * kHadamardScale, v[1] * kHadamardScale),
+                                              pack_half2(v[2] * kHadamardScale, v[3] * kHadamardScale));
+}
+
+}  // namespace exl3
