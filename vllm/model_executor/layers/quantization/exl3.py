@@ -16,26 +16,23 @@ import torch
 from transformers import PretrainedConfig
 
 from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from .exl3_trellis.checkpoint import (
-    SUFFIXES,
-    LinearSpec,
-    find_module,
-    read_checkpoint,
-    read_linears,
-    require_linears,
-    storage_disagreements,
-)
+from .exl3_trellis.checkpoint import SUFFIXES, LinearSpec, find_module, storage_disagreements
+from .exl3_trellis.expert_names import find_experts
+from .exl3_trellis.experts import ExpertsSpec
 from .exl3_trellis.linear_method import EXL3LinearMethod
-from .exl3_trellis.placement import Source
+from .exl3_trellis.moe_method import EXL3MoEMethod
+from .exl3_trellis.placement import Source, split_blocks
 from .exl3_trellis.progress import Progress
-from .exl3_trellis.repository import local_folder, remote_tensors
+from .exl3_trellis.repository import local_folder, model_contents
 from .exl3_trellis.role import stamp
 from .exl3_trellis.scratch import ModelRef
-from .exl3_trellis.support import require_supported
+from .exl3_trellis.safetensors_headers import CheckpointError
+from .exl3_trellis.support import require_supported, split_experts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -53,13 +50,14 @@ class EXL3Config(QuantizationConfig):
         super().__init__()
         self.config = config
         self.linears: dict[str, LinearSpec] = {}  # by checkpoint name
-        self.modules: dict[str, str] = {}  # vLLM name -> checkpoint name
+        self.experts: dict[str, ExpertsSpec] = {}  # by checkpoint name of a layer's routed experts
+        self.modules: dict[str, str] = {}  # vLLM name -> checkpoint name, of linears and of a layer's experts
         self.progress = Progress()
         self.dummy = False
         self.model = ModelRef()
 
     def __repr__(self) -> str:
-        return f"EXL3Config({len(self.linears)} modules)"
+        return f"EXL3Config({len(self.linears)} modules, {len(self.experts)} layers of experts)"
 
     @classmethod
     def get_name(cls) -> str:
@@ -89,13 +87,11 @@ class EXL3Config(QuantizationConfig):
         Raises:
             CheckpointError: the checkpoint cannot be served as it is.
         """
-        folder = local_folder(model_name, revision)
-        if folder is None:
-            self.linears = require_linears(read_linears(remote_tensors(model_name, revision)), model_name)
-        else:
-            self.linears = read_checkpoint(folder)
+        contents = model_contents(model_name, revision)
+        self.linears, self.experts = contents.linears, contents.experts
+        if folder := local_folder(model_name, revision):
             self._warn_of_disagreements(folder)
-        self.modules = {name: name for name in self.linears}
+        self.modules = {name: name for name in (*self.linears, *self.experts)}
         if hf_config is not None and find_module(self.linears, "lm_head"):
             # A stored head wins over a config that calls the embeddings tied; vLLM itself looks for lm_head.weight only.
             hf_config.tie_word_embeddings = False
@@ -117,6 +113,10 @@ class EXL3Config(QuantizationConfig):
     def verify_with_vllm_config(self, vllm_config: VllmConfig) -> None:
         """Refuse what EXL3 does not work with, before anything is loaded."""
         require_supported(vllm_config)
+        tp = vllm_config.parallel_config.tensor_parallel_size
+        problems = split_blocks(self.linears, tp) if tp > 1 else []
+        if problems := problems + split_experts(self.experts, vllm_config):
+            raise CheckpointError(problems)
         self.dummy = vllm_config.load_config.load_format == "dummy"
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
@@ -128,9 +128,15 @@ class EXL3Config(QuantizationConfig):
             mapped = hf_to_vllm_mapper.map_name(f"{name}.trellis")
             if mapped is not None:
                 self.modules[mapped.removesuffix(".trellis")] = name
+        for name in self.experts:
+            mapped = hf_to_vllm_mapper.map_name(f"{name}.0.")
+            if mapped is not None:
+                self.modules[mapped.removesuffix(".0.")] = name
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method for one layer: EXL3 where its weights, or some of its merged weights, are stored so."""
+        if isinstance(layer, RoutedExperts):
+            return self._experts_method(layer, prefix)
         if not isinstance(layer, (LinearBase, ParallelLMHead)):
             return None
         components = self._components(prefix)
@@ -139,6 +145,15 @@ class EXL3Config(QuantizationConfig):
             self.progress.expect()
             return EXL3LinearMethod(components, self.progress.step, dummy=self.dummy)
         return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
+
+    def _experts_method(self, layer: RoutedExperts, prefix: str) -> EXL3MoEMethod | None:
+        """The method for a layer's routed experts; None where they are stored unquantized."""
+        stored = find_experts(self.modules, self.experts, prefix)
+        if stored is None:
+            return None
+        stamp(layer, prefix, self.model.get())
+        self.progress.expect()
+        return EXL3MoEMethod(layer.moe_config, self.experts[stored], stored, self.progress.step, dummy=self.dummy)
 
     def _components(self, prefix: str) -> list[list[Source]]:
         """The stored modules of the layer `prefix`, in the order of its outputs; several where vLLM merges them."""

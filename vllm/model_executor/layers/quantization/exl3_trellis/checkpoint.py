@@ -59,7 +59,7 @@ def read_linears(tensors: Mapping[str, TensorInfo]) -> dict[str, LinearSpec]:
     linears: dict[str, LinearSpec] = {}
     problems: list[str] = []
     for module, stored in modules.items():
-        spec, found = _read_linear(module, stored)
+        spec, found = read_linear(module, stored)
         problems += found
         if spec is not None:
             linears[module] = spec
@@ -68,8 +68,8 @@ def read_linears(tensors: Mapping[str, TensorInfo]) -> dict[str, LinearSpec]:
     return linears
 
 
-def _read_linear(module: str, stored: Mapping[str, TensorInfo]) -> tuple[LinearSpec | None, list[str]]:
-    """Spec and faults of one module; the spec is None where the trellis itself is at fault."""
+def read_linear(module: str, stored: Mapping[str, TensorInfo]) -> tuple[LinearSpec | None, list[str]]:
+    """Spec and faults of one module from its tensors by suffix; the spec is None where the trellis itself is at fault."""
     problems = [
         f"{module}.{suffix}: dtype {info.dtype}, want {DTYPES[suffix]}"
         for suffix, info in stored.items()

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
-    from .backends import Backend
+    from .backends import Backend, MoeBackend
+
+
+Provider = TypeVar("Provider", bound="Backend | MoeBackend")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +80,90 @@ class LinearQuery:
         return f"linear {self.k} -> [{parts}] {self.io_dtype}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Activation:
+    """What happens between the two products of an expert; `name` is vLLM's, the numbers are those it comes with."""
+
+    name: str  # "silu", "gelu", ..., or with "_no_mul" where there is no gate
+    limit: float | None = None  # clamps the gate from above and the other projection from both sides
+    alpha: float = 1.0  # of sigmoid(alpha * gate)
+    beta: float = 0.0  # added to the other projection
+
+    @property
+    def gated(self) -> bool:
+        """Whether two projections go into it."""
+        return not self.name.endswith("_no_mul")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bank:
+    """One projection of all experts: data, which may differ from layer to layer, and nothing to compile for."""
+
+    rates: tuple[float, ...]  # [experts] bits a weight
+    codebooks: tuple[str, ...]  # [experts]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeQuery:
+    """What a layer's routed experts ask of a provider: y = sum over a row's experts of weight * down(act(gate, up)).
+
+    Every expert is `slices` slices of `width` channels in the middle, whose outputs are summed: each has Hadamard blocks of
+    its own.  One slice where the checkpoint is not cut by rank.
+    """
+
+    k: int  # channels of the hidden side, a multiple of 128
+    hidden: int  # channels of activations and outputs; those up to k are zero, and cut
+    slices: int
+    width: int  # channels in the middle of one slice on this rank, a multiple of 128
+    intermediate: int  # of all slices together, those before this one are true; the rest is noise, to be cut
+    w1: Bank  # gate, or the only projection into the middle
+    w3: Bank | None  # up; None without a gate
+    w2: Bank  # down
+    shared_h: bool  # the vectors of the hidden side are the same for all experts
+    top_k: int
+    activation: Activation
+    weight_on_input: bool  # a row's weight multiplies its input, not its output
+    io_dtype: str  # activations and outputs
+    max_rows: int  # the most rows one call may bring
+
+    @property
+    def experts(self) -> int:
+        """How many there are."""
+        return len(self.w2.rates)
+
+    @property
+    def banks(self) -> dict[str, Bank]:
+        """The projections by vLLM's shard id."""
+        return {"w1": self.w1, "w2": self.w2} | ({"w3": self.w3} if self.w3 else {})
+
+    @property
+    def codebooks(self) -> frozenset[str]:
+        """Every codebook that some expert has."""
+        return frozenset(name for bank in self.banks.values() for name in bank.codebooks)
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Every rate that some expert has, ascending."""
+        return tuple(sorted({rate for bank in self.banks.values() for rate in bank.rates}))
+
+    def sizes(self, shard: str) -> tuple[int, int]:
+        """(inputs, outputs) of one expert's slice of a projection."""
+        return (self.width, self.k) if shard == "w2" else (self.k, self.width)
+
+    def __str__(self) -> str:
+        books, rates = "/".join(sorted(self.codebooks)), "/".join(f"{rate:g}" for rate in self.rates)
+        sliced = f" in {self.slices} slices" if self.slices > 1 else ""
+        return (
+            f"{self.experts} experts {self.k} -> {self.width}{sliced}, {books} {rates} bit, top {self.top_k}, "
+            f"{self.activation.name}, {self.io_dtype}"
+        )
+
+
 class NoBackendError(RuntimeError):
     """No provider can run the query; the message lists every refusal."""
 
 
-def choose(query: LinearQuery, device: Device, candidates: tuple[Backend, ...], forced: str | None = None) -> Backend:
+def choose(query: Query, device: Device, candidates: tuple[Provider, ...], forced: str | None = None) -> Provider:
     """Return the first provider that can run `query` on `device`.
 
     Args:
@@ -118,4 +200,5 @@ def self_check(error: float, limit: float, what: str) -> None:
         raise NoBackendError(f"{what} disagrees with the reference: relative error {error:.2e}, at most {limit:.0e} allowed")
 
 
+Query = LinearQuery | MoeQuery
 Plan = Any  # a provider's own frozen plan; `workspace_bytes` is the one attribute all have

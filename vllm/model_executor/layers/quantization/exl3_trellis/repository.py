@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from .safetensors_headers import INDEX, SINGLE, CheckpointError, TensorInfo
+from .contents import Contents, read_contents
+from .safetensors_headers import INDEX, SINGLE, CheckpointError, TensorInfo, read_folder
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -40,6 +42,39 @@ def weight_patterns(model_config: ModelConfig) -> list[str] | None:
     if folder is None or (folder / INDEX).is_file() or not (folder / SINGLE).is_file():
         return None
     return [SINGLE]
+
+
+def model_contents(model: str, revision: str | None) -> Contents:
+    """The EXL3 modules of a model, wherever its headers are.
+
+    Raises:
+        CheckpointError: with every fault found.
+    """
+    folder = local_folder(model, revision)
+
+    def read_json(name: str) -> Any:
+        if folder is not None and ((folder / name).is_file() or folder == Path(model)):
+            return json.loads((folder / name).read_text())
+        return _hub_json(model, revision, name)
+
+    try:
+        config = read_json("config.json")
+    except FileNotFoundError:
+        config = {}
+    except ValueError as error:
+        raise CheckpointError([f"{model}: config.json: not JSON ({error})"]) from None
+    return read_contents(
+        config, read_json, lambda: read_folder(folder) if folder else remote_tensors(model, revision), model
+    )
+
+
+def _hub_json(model: str, revision: str | None, name: str) -> Any:
+    from vllm.transformers_utils.config import get_hf_file_to_dict
+
+    content = get_hf_file_to_dict(name, model, revision)
+    if content is None:
+        raise FileNotFoundError(f"not in {model}")
+    return content
 
 
 def remote_tensors(model: str, revision: str | None) -> Mapping[str, TensorInfo]:

@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
+
+from .slabs import legal_tp, tp_refusal
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    from .experts import ExpertsSpec
 
 # Formats that stream the checkpoint's own tensors. The others store weights of another kind, or vLLM's own state.
 LOAD_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "dummy")
@@ -22,6 +27,10 @@ def require_supported(vllm_config: VllmConfig) -> None:
         refused.append("--enable-lora: adapters are not supported on EXL3 layers")
     if _offloads(vllm_config):
         refused.append("CPU offloading of weights: EXL3 layers keep theirs on the device")
+    parallel = vllm_config.parallel_config
+    if parallel.enable_expert_parallel or parallel.enable_eplb:
+        flag = "--enable-eplb" if parallel.enable_eplb else "--enable-expert-parallel"
+        refused.append(f"{flag}: routed experts are shared by tensor parallelism only")
     if refused:
         raise ValueError("not supported with EXL3: " + "; ".join(refused))
 
@@ -29,3 +38,25 @@ def require_supported(vllm_config: VllmConfig) -> None:
 def _offloads(vllm_config: VllmConfig) -> bool:
     offload = vllm_config.offload_config
     return bool(offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size)
+
+
+def split_experts(experts: Mapping[str, ExpertsSpec], vllm_config: VllmConfig) -> list[str]:
+    """Why this many ranks cannot share the routed experts; one message for all layers that say the same.
+
+    vLLM cuts experts over every device of data and tensor parallelism together.
+    """
+    parallel = vllm_config.parallel_config
+    tp = parallel.tensor_parallel_size * parallel.data_parallel_size * parallel.prefill_context_parallel_size
+    config = vllm_config.model_config.hf_text_config
+    problems: dict[str, tuple[str, int]] = {}
+    for prefix, spec in experts.items():
+        stored = (spec.ranks or 1) * spec.width
+        true = getattr(config, "moe_intermediate_size", None)
+        intermediate = true if isinstance(true, int) and stored - 128 < true <= stored else stored
+        if tp not in legal_tp(spec, intermediate):
+            why = tp_refusal(spec, intermediate, tp, "")
+            first, count = problems.get(why, (prefix, 0))
+            problems[why] = (first, count + 1)
+    return [
+        first + (f" and {count - 1} more layers" if count > 1 else "") + why for why, (first, count) in problems.items()
+    ]

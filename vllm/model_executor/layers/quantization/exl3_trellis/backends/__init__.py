@@ -6,6 +6,8 @@
     prepare(plan, weights) -> {name: tensor}    once, after loading; views what it can, copies only what it must reorder
     run(plan, prepared, x) -> y                 allocates nothing but y
 
+Providers of routed experts have the same verbs, and `run(plan, prepared, x, topk_weights, topk_ids)`.
+
 `x` is [m, query.width] and `y` is [m, query.out_width], both of query.io_dtype; the layer's bias is not part of it.
 
 What `prepare` returns becomes parameters of the layer, and `run` gets those back under the same names.  They are
@@ -22,7 +24,8 @@ from typing import TYPE_CHECKING, Protocol, cast
 if TYPE_CHECKING:
     import torch
 
-    from ..plan import Device, LinearQuery, Plan
+    from ..expert_intake import ExpertSlice
+    from ..plan import Device, LinearQuery, MoeQuery, Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +51,41 @@ class Backend(Protocol):
     def run(self, plan: Plan, prepared: Mapping[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor: ...
 
 
+class MoeBackend(Protocol):
+    """What a provider module of routed experts offers."""
+
+    name: str
+
+    def can_run(self, query: MoeQuery, device: Device) -> tuple[bool, str]: ...
+
+    def plan(self, query: MoeQuery, device: Device) -> Plan: ...
+
+    def prepare(self, plan: Plan, weights: tuple[ExpertSlice, ...]) -> dict[str, torch.Tensor]:
+        """`weights` has `query.slices` entries, laid out as in `slabs`."""
+
+    def run(
+        self,
+        plan: Plan,
+        prepared: Mapping[str, torch.Tensor],
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """y [m, hidden] from x [m, hidden], topk_weights [m, top_k] f32 and topk_ids [m, top_k] i32 or i64.
+
+        An id below 0 is nobody's.  The sum over this rank's slices only: vLLM reduces over ranks and scales.
+        """
+
+
 def candidates() -> tuple[Backend, ...]:
     """Every provider, in the order `auto` tries them."""
     from . import torch as torch_backend
 
     return tuple(cast(Backend, module) for module in (torch_backend,))
+
+
+def moe_candidates() -> tuple[MoeBackend, ...]:
+    """Every provider of routed experts, in the order `auto` tries them."""
+    from . import torch_moe
+
+    return tuple(cast(MoeBackend, module) for module in (torch_moe,))

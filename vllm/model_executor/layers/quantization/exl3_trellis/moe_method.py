@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The door between vLLM's routed experts and EXL3: create, load, prepare, apply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import Module, Parameter
+
+import vllm.envs as envs
+from vllm.config import get_current_vllm_config_or_none
+from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+
+from . import backends
+from .expert_intake import (
+    create_expert_params,
+    expert_slices,
+    held_params,
+    make_up_experts,
+    require_all_experts,
+)
+from .expert_names import HeldExperts
+from .experts import ExpertsSpec
+from .layout import padded
+from .plan import Activation, Bank, Device, MoeQuery, choose
+from .role import capacity_of
+from .safetensors_headers import CheckpointError
+from .slabs import local_parts
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+logger = init_logger(__name__)
+PREPARED = "exl3_"  # prefix of the parameters that hold prepared tensors
+
+
+class EXL3MoEMethod(FusedMoEMethodBase):
+    """Serves the routed experts of one layer, all stored as EXL3.
+
+    Args:
+        moe: vLLM's description of the layer.
+        spec: the experts as stored.
+        prefix: their name in the checkpoint.
+        on_prepared: called when the layer's weights are ready, for progress.
+        dummy: weights are made up, not read (`--load-format dummy`).
+    """
+
+    def __init__(
+        self, moe: FusedMoEConfig, spec: ExpertsSpec, prefix: str, on_prepared: Callable[[], None], dummy: bool = False
+    ) -> None:
+        super().__init__(moe)
+        self.spec = spec
+        self.prefix = prefix
+        self.on_prepared = on_prepared
+        self.dummy = dummy
+
+    def create_weights(
+        self,
+        layer: RoutedExperts,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Allocate the slabs of every slice this rank runs.  Shapes come from the headers.
+
+        Raises:
+            CheckpointError: the model and the checkpoint disagree, or the tensor parallel size does not fit.
+        """
+        parallel = self.moe.moe_parallel_config
+        self._check(layer, num_experts, hidden_size)
+        intermediate = intermediate_size_per_partition * parallel.tp_size
+        parts = local_parts(self.spec, intermediate, parallel.tp_size, parallel.tp_rank, self.prefix)
+        layer.exl3_experts = HeldExperts(prefix=self.prefix, spec=self.spec, parts=parts)
+        layer.exl3_query = self._query(layer, hidden_size, intermediate_size_per_partition, params_dtype)
+        create_expert_params(layer, self.spec, parts, self.prefix)
+
+    def _check(self, layer: RoutedExperts, experts: int, hidden: int) -> None:
+        spec, problems = self.spec, []
+        if self.moe.moe_parallel_config.use_ep:
+            problems.append("expert parallelism is not supported; want tensor parallelism")
+        if self.moe.has_bias:
+            problems.append("experts with biases are not supported")
+        if experts != spec.count:
+            problems.append(f"{spec.count} experts stored, want {experts} as the model says")
+        if padded(hidden) != spec.hidden:
+            problems.append(f"hidden size {spec.hidden} stored, want {padded(hidden)} for {hidden} as the model says")
+        if self.moe.is_act_and_mul != ("w3" in spec.projections):
+            names = ", ".join(projection.name for projection in spec.projections.values())
+            problems.append(f"projections {names} stored, which do not suit activation {layer.activation.value}")
+        if problems:
+            raise CheckpointError([f"{self.prefix}: {problem}" for problem in problems])
+
+    def _query(self, layer: RoutedExperts, hidden: int, intermediate: int, dtype: torch.dtype) -> MoeQuery:
+        spec, parts = self.spec, layer.exl3_experts.parts
+        banks = {
+            shard: Bank(
+                rates=tuple(projection.rate(expert) for expert in range(spec.count)),
+                codebooks=tuple(projection.codebook(expert) for expert in range(spec.count)),
+            )
+            for shard, projection in spec.projections.items()
+        }
+        return MoeQuery(
+            k=spec.hidden,
+            hidden=hidden,
+            slices=len(parts),
+            width=parts[0].span[1] - parts[0].span[0],
+            intermediate=intermediate,
+            w1=banks["w1"],
+            w2=banks["w2"],
+            w3=banks.get("w3"),
+            shared_h=spec.shared_h,
+            top_k=layer.top_k,
+            activation=activation_of(layer),
+            weight_on_input=layer.apply_router_weight_on_input,
+            io_dtype=str(dtype).removeprefix("torch."),
+            max_rows=capacity_of(get_current_vllm_config_or_none()),
+        )
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        """Choose a provider and hand it the loaded slabs."""
+        if not held_params(layer):
+            return  # prepared already, and nothing was loaded since
+        if self.dummy:
+            make_up_experts(layer, self.spec)
+        else:
+            require_all_experts(layer)
+        query: MoeQuery = layer.exl3_query
+        slices = expert_slices(layer, self.spec, layer.exl3_experts.parts)
+        device = Device.of(slices[0].w2_trellis.device)
+        forced = None if envs.VLLM_EXL3_BACKEND == "auto" else envs.VLLM_EXL3_BACKEND
+        backend = choose(query, device, backends.moe_candidates(), forced)
+        if envs.VLLM_EXL3_LOG_PATH_SELECTION:
+            logger.info("%s: %s runs %s", layer.layer_name, backend.name, query)
+        plan = backend.plan(query, device)
+        prepared = backend.prepare(plan, slices)
+        replace_params(layer, prepared)
+        layer.exl3_backend, layer.exl3_plan, layer.exl3_names = backend, plan, tuple(prepared)
+        self.on_prepared()
+
+    def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
+        """None: no kernel of vLLM's own runs these experts."""
+        return
+
+    def apply(
+        self,
+        layer: RoutedExperts,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Module | None = None,
+        shared_experts_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """y [m, hidden] of this rank's slices: not reduced over ranks, not scaled; shared experts run outside."""
+        prepared = {name: getattr(layer, PREPARED + name) for name in layer.exl3_names}
+        return layer.exl3_backend.run(layer.exl3_plan, prepared, x, topk_weights, topk_ids)
+
+
+def replace_params(layer: Module, prepared: dict[str, torch.Tensor]) -> None:
+    """Put prepared tensors in the place of the loaded ones.  Names are the layer's own again: a reload restores the old."""
+    for held, _ in held_params(layer):
+        delattr(layer, held.name)
+    for name, tensor in prepared.items():
+        layer.register_parameter(PREPARED + name, Parameter(tensor, requires_grad=False))
+
+
+def activation_of(layer: RoutedExperts) -> Activation:
+    """The layer's activation with the numbers that vLLM's own kernels give it."""
+    kind = layer.activation
+    limit = layer.swiglu_limit if layer.swiglu_limit is not None else layer.moe_config.swiglu_limit
+    if kind == MoEActivation.SWIGLUOAI:
+        return Activation(name=kind.value, limit=7.0, alpha=1.702, beta=1.0)
+    if kind == MoEActivation.SWIGLUSTEP:
+        return Activation(name=kind.value, limit=7.0)
+    if kind == MoEActivation.SWIGLUOAI_UNINTERLEAVE:
+        alpha, beta = layer.swiglu_alpha, layer.swiglu_beta
+        alpha = layer.moe_config.swiglu_alpha if alpha is None else alpha
+        beta = layer.moe_config.swiglu_beta if beta is None else beta
+        return Activation(name=kind.value, limit=limit, alpha=1.0 if alpha is None else alpha, beta=beta or 0.0)
+    return Activation(name=kind.value, limit=limit if kind == MoEActivation.SILU else None)
