@@ -2,6 +2,7 @@
 PYTHON ?= python3
 TORCH ?= auto
 BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest --timeout=900
 CODE := $(wildcard release validate bench vllm)
 
 .DEFAULT_GOAL := help
@@ -17,10 +18,10 @@ demo: venv  ## serve a small generated checkpoint, or MODEL=dir, on PORT (8000);
 	@$(BIN)/python -m validate.demo
 
 test: venv  ## every test that is fast enough
-	@$(BIN)/python -m pytest -m "not slow and not gpu"
+	@$(PYTEST) -m "not slow and not gpu"
 
 test-all: venv  ## also the slow ones
-	@$(BIN)/python -m pytest -m "not gpu"
+	@$(PYTEST) -m "not gpu"
 
 test-gpu:  ## the kernel tests, on a GPU machine: needs only torch and pytest, no package index
 	@$(PYTHON) -m pytest tests/gpu
@@ -28,7 +29,7 @@ test-gpu:  ## the kernel tests, on a GPU machine: needs only torch and pytest, n
 lint: venv  ## ruff, mypy, the patches and the laws of the repository
 	@$(BIN)/python -m ruff check $(CODE) tests
 	@$(BIN)/python -m mypy $(CODE)
-	@$(BIN)/python -m pytest -q tests/test_laws.py
+	@$(PYTEST) -q tests/test_laws.py
 
 compose: venv  ## write both wheels of the fork to dist
 	@$(BIN)/python -m release compose --target cpu

@@ -63,8 +63,12 @@ def _choose_torch(root: Path, pins: Pins, dependencies: Dependencies, python_ver
     command = [str(tool_python(root)), "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
     command += ["--only-binary=:all:", f"--find-links={wheels}", f"--dest={wheels}", f"--requirement={listing}"]
     command += ["--disable-pip-version-check"]
-    if offered and subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode == 0:
-        return "cpu"
+    if offered:
+        print(f"asking pip for {offered[0]}", flush=True)
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+        if done.returncode == 0:
+            return "cpu"
+        print("\n".join(line for line in done.stderr.splitlines() if line.startswith("ERROR")), flush=True)
     size = download_size(dependencies, ["torch-cuda"], python_version)
     print(
         f"pip's configuration offers no CPU build of torch {pins.torch_version} for Python {python_version}: taking "
