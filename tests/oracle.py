@@ -27,20 +27,21 @@ LINEAR = re.compile(r"(?P<module>.*?)(\.slice\.(?P<slice>\d+)|\.rank(?P<rank>\d+
 
 
 def states_of(trellis: np.ndarray) -> np.ndarray:
-    """int16 [tiles, 16*K] -> uint32 [tiles, 256]: the state of each position on the ring."""
+    """int16 [tiles, 16*K] -> uint32 [256, tiles]: the state of each position on the ring."""
     tiles, words = trellis.shape
     ring = 16 * words  # bits
     rate = ring / 256
     # Stream bit b is bit 31 - b % 32 of uint32 word b // 32: so the stream is the words' bytes, highest first.
-    stream = np.unpackbits(trellis.view("<u4").astype(">u4").view(np.uint8), axis=1)
-    assert stream.shape == (tiles, ring)
-    states = np.zeros((tiles, 256), dtype=np.uint32)
+    stream = np.unpackbits(trellis.view("<u4").astype(">u4").view(np.uint8), axis=1).T
+    stream = np.ascontiguousarray(stream, dtype=np.uint16)  # one row a bit, so that what follows runs along rows
+    assert stream.shape == (ring, tiles)
+    states = np.zeros((256, tiles), dtype=np.uint16)
     end = 0
     for position in range(256):
         end += int(rate) if rate % 1 == 0 or position % 2 == 0 else int(rate) + 1
         for bit in range(end - 16, end):
-            states[:, position] = states[:, position] << 1 | stream[:, bit % ring]
-    return states
+            states[position] = states[position] << 1 | stream[bit % ring]
+    return states.astype(np.uint32)
 
 
 def values_of(states: np.ndarray, codebook: str) -> np.ndarray:
@@ -59,13 +60,13 @@ def values_of(states: np.ndarray, codebook: str) -> np.ndarray:
 def rotated_weight(trellis: np.ndarray, codebook: str) -> np.ndarray:
     """int16 [k/16, n/16, 16*K] -> float16 [k, n]."""
     rows, columns, words = trellis.shape
-    values = values_of(states_of(trellis.reshape(-1, words)), codebook).reshape(rows, columns, 256)
+    values = values_of(states_of(trellis.reshape(-1, words)), codebook).reshape(256, rows, columns)
     weight = np.empty((rows, 16, columns, 16), dtype=np.float16)
     for position in range(256):
         t, j = position >> 3, position & 7
         row = (t & 3) * 2 + (j & 1) + 8 * ((j >> 1) & 1)
         column = (t >> 2) + 8 * ((j >> 2) & 1)
-        weight[:, row, :, column] = values[:, :, position]
+        weight[:, row, :, column] = values[position]
     return weight.reshape(rows * 16, columns * 16)
 
 

@@ -167,6 +167,7 @@ def recipe_of(options: argparse.Namespace, **others: Any) -> Recipe:
 def make_dense(options: argparse.Namespace, folder: Folder) -> None:
     """Fill `folder` with a dense model."""
     shape = shape_of(options, dense.Shape)
+    dense.slice_widths(shape.intermediate, shape.slices)  # refuses before anything is written
     linears = Linears(Weights(folder, options.seed), recipe_of(options, bias=options.bias))
     write_tokenizer(folder, shape.vocabulary, shape.context)
     dense.build(linears, options.arch, shape)
@@ -178,7 +179,7 @@ def make_moe(options: argparse.Namespace, folder: Folder) -> None:
     shape = shape_of(options, moe_configs.Shape)
     config = moe_configs.config(options.family, shape, tied=options.tie)
     slicing = None
-    others: dict[str, Any] = {"residual": 0.2 if options.agreeing else 1.0}
+    others: dict[str, Any] = {"residual": 0.05 if options.agreeing else 1.0}
     if options.layout != "ordinary":
         for name, default in (("codebooks", ("mcg",)), ("head_rate", None), ("signs", "float"), ("plain", [])):
             if getattr(options, name) != default:

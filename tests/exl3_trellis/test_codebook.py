@@ -38,7 +38,7 @@ def test_rate_a_codebook_lacks(name, rate):
 
 
 def test_unknown_codebook():
-    with pytest.raises(ValueError, match="^codebook 'mcg2', want one of 3inst, mcg, mul1$"):
+    with pytest.raises(ValueError, match=r"^codebook 'mcg2', want one of 3inst, mcg, mul1$"):
         codebook.codebook("mcg2")
 
 

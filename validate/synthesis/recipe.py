@@ -38,8 +38,9 @@ class Recipe:
         """Refuses, before anything is written, a rate that its codebook lacks."""
         for dealt in range(math.lcm(len(self.rates), len(self.codebooks))):
             self.deal(dealt)
-        for book in self.codebooks if self.head_rate is not None else ():
-            Encoding(codebook=book, rate=self.head_rate, signs=self.signs)
+        if self.head_rate is not None:
+            for book in self.codebooks:
+                Encoding(codebook=book, rate=self.head_rate, signs=self.signs)
 
     def deal(self, number: int) -> Encoding:
         """The encoding of the module with this number."""
