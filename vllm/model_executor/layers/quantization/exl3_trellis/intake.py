@@ -17,7 +17,7 @@ from torch.nn import Module, Parameter
 from .checkpoint import MARKERS
 from .codebook import CODEBOOKS
 from .layout import window
-from .placement import Piece
+from .placement import Piece, Source
 from .safetensors_headers import CheckpointError
 
 PLAIN = "weight"  # the parameter of an unquantized sibling
@@ -47,24 +47,32 @@ class Slot:
         return param.data[self.offset : self.offset + math.prod(self.shape)].view(self.shape)
 
 
-def param_name(piece: Piece, suffix: str) -> str:
+def param_name(source: Source, suffix: str) -> str:
     """Name of the parameter that holds `suffix`; slices of a wide module have their own."""
-    return suffix if piece.source.part is None else f"slice{piece.source.part}_{suffix}"
+    return suffix if source.part is None else f"slice{source.part}_{suffix}"
 
 
-def create_params(layer: Module, pieces: Iterable[Piece], plain_dtype: torch.dtype) -> None:
-    """Register one flat parameter per stored tensor kind, each with the slots and the loader that fill it."""
-    slots: dict[str, list[Slot]] = {}
+def _suffixes(source: Source) -> tuple[str, ...]:
+    return source.spec.suffixes if source.spec else (PLAIN,)
+
+
+def create_params(
+    layer: Module, sources: Iterable[Source], pieces: Iterable[Piece], plain_dtype: torch.dtype
+) -> None:
+    """Register one flat parameter per stored tensor kind, each with the slots and the loader that fill it.
+
+    A source that this rank keeps nothing of has empty parameters: its tensors are in the stream all the same.
+    """
+    slots = {(param_name(s, suffix), suffix): [] for s in sources for suffix in _suffixes(s)}
     for piece in pieces:
-        spec = piece.source.spec
-        for suffix in spec.suffixes if spec else (PLAIN,):
-            row = slots.setdefault(param_name(piece, suffix), [])
+        for suffix in _suffixes(piece.source):
+            row = slots[param_name(piece.source, suffix), suffix]
             offset = row[-1].offset + math.prod(row[-1].shape) if row else 0
             row.append(_slot(piece, suffix, offset))
     filled: set[str] = set()
-    for name, row in slots.items():
-        elements = row[-1].offset + math.prod(row[-1].shape)
-        param = Parameter(torch.empty(elements, dtype=DTYPES.get(row[0].suffix, plain_dtype)), requires_grad=False)
+    for (name, suffix), row in slots.items():
+        elements = row[-1].offset + math.prod(row[-1].shape) if row else 0
+        param = Parameter(torch.empty(elements, dtype=DTYPES.get(suffix, plain_dtype)), requires_grad=False)
         param.exl3_slots = tuple(row)
         param.exl3_filled = filled  # shared by all parameters of the layer
         param.weight_loader = load_tensor
@@ -173,7 +181,7 @@ def gather(
 
 def _find(layer: Module, piece: Piece, suffix: str) -> tuple[Slot, Parameter]:
     for kind in (suffix, suffix[:2]):  # suh or the legacy su
-        param = getattr(layer, param_name(piece, kind), None)
+        param = getattr(layer, param_name(piece.source, kind), None)
         for slot in getattr(param, "exl3_slots", ()):
             if slot.piece == piece:
                 return slot, param

@@ -87,7 +87,8 @@ class EXL3LinearMethod(LinearMethodBase):
         layer.exl3_out_width = sum(output_partition_sizes)
         layer.exl3_dtype = params_dtype
         layer.exl3_max_rows = capacity_of(get_current_vllm_config_or_none())
-        create_params(layer, layer.exl3_pieces, params_dtype)
+        sources = [source for component in self.components for source in component]
+        create_params(layer, sources, layer.exl3_pieces, params_dtype)
         _accept_padded_bias(layer, outputs)
 
     def process_weights_after_loading(self, layer: Module) -> None:

@@ -11,12 +11,15 @@ Plain numbers: no torch, no vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .checkpoint import LinearSpec
 from .layout import BLOCK, Span, padded
 from .safetensors_headers import CheckpointError
+
+ROW_PARALLEL = re.compile(r"\.(self_attn\.o_proj|mlp\.down_proj)$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,9 +161,23 @@ def _extents(component: Sequence[Source], outputs: int, inputs: int):
 
 def _inside_a_block(source: Source, inputs: Owned, tp: int) -> str:
     """Message for a cut that would split a Hadamard block, with the sizes that would not."""
-    works = [size for size in range(1, tp + 1) if inputs.full % size == 0 and inputs.full // size % BLOCK == 0]
-    sizes = ", ".join(map(str, sorted({1, *works})))
-    return (
-        f"{source.module}.trellis: tensor parallel size {tp} cuts its {inputs.full} inputs into {inputs.width}, "
-        f"inside a Hadamard block; want multiples of {BLOCK}: tensor parallel size {sizes}"
-    )
+    cut = f"its {inputs.full} inputs into {inputs.width}"
+    return f"{source.module}.trellis: tensor parallel size {tp} cuts {cut}, {_want(inputs.full, tp)}"
+
+
+def _want(inputs: int, tp: int) -> str:
+    works = [size for size in range(2, tp + 1) if inputs % (size * BLOCK) == 0]
+    sizes = ", ".join(map(str, [1, *works]))
+    return f"inside a Hadamard block; want multiples of {BLOCK}: tensor parallel size {sizes}"
+
+
+def split_blocks(linears: Mapping[str, LinearSpec], tp: int) -> list[str]:
+    """Modules whose inputs `tp` ranks cannot share, told from their names: those every decoder cuts along its inputs.
+
+    `place` refuses the same and more, but only once a worker builds the layer.
+    """
+    return [
+        f"{module}.trellis: tensor parallel size {tp} cuts its {spec.k} inputs {_want(spec.k, tp)}"
+        for module, spec in linears.items()
+        if ROW_PARALLEL.search(module) and spec.k % (tp * BLOCK)
+    ]

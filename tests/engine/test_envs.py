@@ -1,0 +1,62 @@
+"""The fork's environment variables as vLLM sees them."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm import envs, exl3_envs
+
+NAMES = [knob.name for knob in exl3_envs.KNOBS]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_knob_is_known_to_vllm(monkeypatch, name):
+    monkeypatch.delenv(name, raising=False)
+    assert name in envs.environment_variables
+    assert getattr(envs, name) == exl3_envs.environment_variables[name]()
+
+
+@pytest.mark.parametrize("blank", ["", "  "])
+@pytest.mark.parametrize("knob", exl3_envs.KNOBS, ids=NAMES)
+def test_blank_is_unset(monkeypatch, knob, blank):
+    monkeypatch.setenv(knob.name, blank)
+    assert getattr(envs, knob.name) == knob.default
+
+
+@pytest.mark.parametrize("knob", exl3_envs.KNOBS, ids=NAMES)
+def test_bad_value_names_its_variable(monkeypatch, knob):
+    monkeypatch.setenv(knob.name, "nonsense")
+    with pytest.raises(ValueError, match=f"^{knob.name}='nonsense': want {knob.wanted}$"):
+        getattr(envs, knob.name)
+
+
+VALUES = {
+    ("VLLM_EXL3_BACKEND", "Torch"): "torch",
+    ("VLLM_EXL3_FUSED", "0"): False,
+    ("VLLM_EXL3_TRELLIS_MIN_M", "4"): 4,
+    ("VLLM_EXL3_TRELLIS_BLOCK_M", "16"): 16,
+    ("VLLM_EXL3_PREFILL_CAPACITY", " 1024 "): 1024,
+}
+
+
+@pytest.mark.parametrize(("variable", "value"), VALUES.items(), ids=lambda item: str(item))
+def test_values_are_typed(monkeypatch, variable, value):
+    monkeypatch.setenv(*variable)
+    assert getattr(envs, variable[0]) == value
+
+
+def test_cache_key_holds_what_changes_the_graph_and_nothing_else():
+    factors = envs.compile_factors()
+    assert {name for name in NAMES if name in factors} == {"VLLM_EXL3_BACKEND", "VLLM_EXL3_FUSED"}
+
+
+
+
+def test_forced_provider_that_cannot_run_is_an_error(engine, tmp_path, monkeypatch):
+    from validate.__main__ import main as validate
+
+    folder = tmp_path / "checkpoint"
+    assert validate(["make-checkpoint", "dense", str(folder)]) == 0
+    monkeypatch.setenv("VLLM_EXL3_BACKEND", "b12x")
+    with pytest.raises(Exception, match="no EXL3 kernel for linear .*'b12x' is not one of"):
+        engine(folder)
