@@ -47,8 +47,8 @@ def role_of(prefix: str, tag: str, layers: int | None, runner: str = "") -> Role
     return "draft" if found and layers is not None and int(found[1]) >= layers else "target"
 
 
-def needs_draft_lane(vllm_config: VllmConfig) -> bool:
-    """Whether a draft runs beside the target and either has EXL3 layers: graphs of both keep addresses of workspaces."""
+def drafts_with_exl3(vllm_config: VllmConfig) -> bool:
+    """Whether a draft with a model of its own runs beside the target, and either is an EXL3 checkpoint."""
     speculation = vllm_config.speculative_config
     if speculation is None or not (speculation.use_eagle() or speculation.uses_draft_model()):
         return False

@@ -11,6 +11,7 @@ Does not know what is stored, nor its size.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Hashable
@@ -93,9 +94,8 @@ def scratch(owner: Owner, name: Hashable, make: Callable[[], T]) -> T:
 
 def _place() -> tuple[int, bool, Callable[[], AbstractContextManager]]:
     """vLLM's current workspace, whether it may still grow, and the pool that its memory comes from."""
-    from vllm.v1.worker import workspace
-
-    if not workspace.is_workspace_manager_initialized():
+    workspace = sys.modules.get("vllm.v1.worker.workspace")  # unless loaded, nobody has made one
+    if workspace is None or not workspace.is_workspace_manager_initialized():
         return 0, False, nullcontext  # the CPU worker has none
     manager = workspace.current_workspace_manager()
     return manager._get_workspace_id(), manager.is_locked(), manager._alloc_context

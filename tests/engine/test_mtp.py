@@ -1,0 +1,131 @@
+"""MTP drafts: a draft changes how fast the target speaks, never what it says."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.engine.scoring import score
+from tests.engine.server import serve
+
+from tests.oracle import Oracle
+from validate.__main__ import main as validate
+
+GLM = "--family glm4_moe --drafts 1 --seed 3"
+PLAIN_EXPERTS = "--plain *.experts.*"
+PROMPTS = [[7, 3, 250, 11, 98, 402, 5, 5, 31, 77], [9, 9, 1, 44], [500]]
+TOKENS = 32
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[[str], Path]:
+    """make(arguments) -> folder of a new mixture-of-experts checkpoint."""
+
+    def write(arguments: str, name: str = "checkpoint") -> Path:
+        folder = tmp_path / name
+        assert validate(["make-checkpoint", "moe", str(folder), *arguments.split()]) == 0
+        return folder
+
+    return write
+
+
+@pytest.fixture
+def speak(engine: Callable[..., Any]) -> Callable[..., Any]:
+    """speak(folder, drafts=k) -> (tokens said to each prompt, tokens accepted of those drafted, the engine)."""
+
+    def run(folder: Path, drafts: int = 0, **options: Any) -> tuple[list[list[int]], int, Any]:
+        speculation = {"method": "mtp", "num_speculative_tokens": drafts} if drafts else None
+        llm = engine(folder, speculative_config=speculation, disable_log_stats=False, **options)
+        return (*continue_prompts(llm), llm)
+
+    return run
+
+
+def continue_prompts(llm: Any) -> tuple[list[list[int]], int]:
+    """What the engine says to PROMPTS, greedily, and how many drafted tokens it accepted for that."""
+    from vllm import SamplingParams
+
+    before = accepted(llm)
+    params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+    answers = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params, use_tqdm=False)
+    return [list(answer.outputs[0].token_ids) for answer in answers], accepted(llm) - before
+
+
+def accepted(llm: Any) -> int:
+    """Drafted tokens that the engine has accepted so far."""
+    return sum(m.value for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens")
+
+
+def draft_of(llm: Any) -> torch.nn.Module:
+    """The draft that runs in this process."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.get_draft_model()
+
+
+def target_of(llm: Any) -> torch.nn.Module:
+    """The target that runs in this process."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.get_model()
+
+
+# The oracle is greedy too, so that both being wrong in the same way would show.
+LAYOUTS = {"plain experts": PLAIN_EXPERTS}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_drafts_do_not_change_what_is_said(make, speak, layout):
+    agreeing, random = make(f"{GLM} {layout} --agreeing", "agreeing"), make(f"{GLM} {layout}", "random")
+    said, _, _ = speak(agreeing)
+    assert said == [Oracle(agreeing).greedy(ids, TOKENS) for ids in PROMPTS]
+    for drafts in (1, 3):
+        with_drafts, taken, _ = speak(agreeing, drafts)
+        assert with_drafts == said
+        assert taken > len(PROMPTS) * TOKENS // 10
+    said, _, _ = speak(random)
+    for drafts in (1, 3):
+        assert speak(random, drafts)[0] == said
+
+
+def test_acceptance_shows_in_metrics(make, tmp_path):
+    folder = make(f"{GLM} {PLAIN_EXPERTS} --agreeing")
+    speculation = '{"method": "mtp", "num_speculative_tokens": 3}'
+    with serve(folder, tmp_path, "--dtype", "float32", "--speculative-config", speculation) as server:
+        body = {"prompt": PROMPTS[0], "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "logprobs": 0,
+                "return_token_ids": True}
+        answer = server.post("/v1/completions", body)
+        metrics = server.get("/metrics")
+    assert answer["choices"][0]["token_ids"] == Oracle(folder).greedy(PROMPTS[0], TOKENS)
+    values = {}
+    for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+        values[name] = float(re.search(rf"^vllm:spec_decode_{name}_total\S* (\S+)$", metrics, re.M)[1])
+    assert values["num_draft_tokens"] == 3 * values["num_drafts"]
+    assert 0 < values["num_accepted_tokens"] < values["num_draft_tokens"]
+    # Every step says what it accepted and one token more.
+    assert TOKENS <= 1 + values["num_drafts"] + values["num_accepted_tokens"] <= TOKENS + 3
+
+
+def test_reload_brings_back_the_draft_too(make, speak):
+    folder = make(f"{GLM} {PLAIN_EXPERTS} --agreeing")
+    said, taken, llm = speak(folder, 3, enable_prefix_caching=False)
+    draft = draft_of(llm)
+    own = [p for n, p in draft.named_parameters() if "mtp_block" in n or "eh_proj" in n or n.endswith("norm.weight")]
+    for parameter in own:
+        parameter.data.zero_() if parameter.is_floating_point() else parameter.data.fill_(0)
+    assert continue_prompts(llm)[1] < taken
+    llm.collective_rpc("reload_weights")
+    assert continue_prompts(llm) == (said, taken)
+
+
+def test_reload_takes_the_weights_that_are_there_now(make, speak):
+    folder = make(f"{GLM} {PLAIN_EXPERTS} --agreeing", "served")
+    other = make(f"{GLM.replace('--seed 3', '--seed 4')} {PLAIN_EXPERTS} --agreeing", "other")
+    expected, taken, _ = speak(other, 3, enable_prefix_caching=False)
+    said, _, llm = speak(folder, 3, enable_prefix_caching=False)
+    shutil.copy(other / "model.safetensors", folder / "model.safetensors")
+    llm.collective_rpc("reload_weights")
+    assert said != expected
+    assert continue_prompts(llm) == (expected, taken)

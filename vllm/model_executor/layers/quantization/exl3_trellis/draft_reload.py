@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reload a draft from disk beside its target: after sleeping at level 2 both have lost their weights.
+
+What a draft shares with its target (embedding, head) is reloaded with the target, so the draft's own stored copies of it
+are left out: they may differ in rate, or in value.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from .role import drafts_with_exl3
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn import Module
+
+SHARED = ("embed_tokens", "lm_head", "shared_head.head")  # module names that drafts share, in checkpoints and in vLLM
+
+
+def reload_draft(
+    worker: Any, weights_iterator: object = None, weights_path: str | None = None, is_checkpoint_format: bool = True
+) -> None:
+    """Reload the draft of `worker` if it has one with EXL3 layers and weights come from disk; takes what reloading the
+    target takes, and must be called before that, which may point the target's configuration elsewhere.
+    """
+    draft = worker.get_draft_model()
+    if draft is None or weights_iterator is not None or not drafts_with_exl3(worker.vllm_config):
+        return
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.reload.inplace import reload_weights
+    from vllm.model_executor.model_loader.utils import get_draft_load_config
+
+    config = copy.copy(worker.vllm_config)
+    config.model_config = copy.copy(config.speculative_config.draft_model_config)
+    config.load_config = get_draft_load_config(config)
+    if weights_path is not None and config.model_config.model == worker.model_config.model:
+        config.model_config.model, config.model_config.revision = weights_path, None
+    weights = get_model_loader(config.load_config).get_all_weights(config.model_config, draft)
+    own = _without(weights, _shared(draft, worker.get_model()))
+    reload_weights(config, draft, own, None, is_checkpoint_format)
+
+
+def _shared(draft: Module, target: Module) -> set[str]:
+    """Which of SHARED the draft takes from the target."""
+    modules = {id(module) for module in target.modules()}
+    return {name for name in SHARED for path, module in draft.named_modules(remove_duplicate=False)
+            if id(module) in modules and f".{path}".endswith(f".{name}")}
+
+
+def _without(weights: Iterable[tuple[str, torch.Tensor]], modules: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in weights:
+        if not any(f".{module}." in f".{name}" for module in modules):
+            yield name, tensor
