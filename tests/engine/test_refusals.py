@@ -145,6 +145,7 @@ def test_every_fault_is_named_at_once(engine, checkpoint):
 OPTIONS = {
     "lora": ({"enable_lora": True}, "--enable-lora: adapters are not supported on EXL3 layers"),
     "load format": ({"load_format": "sharded_state"}, "--load-format sharded_state: want one of auto, hf, safetensors"),
+    "load format of GPUs": ({"load_format": "fastsafetensors"}, "--load-format fastsafetensors: needs an NVIDIA GPU"),
     "offload": ({"cpu_offload_gb": 1}, "CPU offloading of weights: EXL3 layers keep theirs on the device"),
 }
 

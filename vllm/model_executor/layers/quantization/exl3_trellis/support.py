@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .experts import ExpertsSpec
 
 # Formats that stream the checkpoint's own tensors. The others store weights of another kind, or vLLM's own state.
+GPU_LOAD_FORMATS = ("fastsafetensors", "instanttensor")
 LOAD_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "dummy")
 
 
@@ -23,6 +24,8 @@ def require_supported(vllm_config: VllmConfig) -> None:
     load_format = str(getattr(vllm_config.load_config.load_format, "value", vllm_config.load_config.load_format))
     if load_format not in LOAD_FORMATS:
         refused.append(f"--load-format {load_format}: want one of {', '.join(LOAD_FORMATS)}")
+    if load_format in GPU_LOAD_FORMATS and vllm_config.device_config.device_type == "cpu":
+        refused.append(f"--load-format {load_format}: needs an NVIDIA GPU")
     if vllm_config.lora_config is not None:
         refused.append("--enable-lora: adapters are not supported on EXL3 layers")
     if _offloads(vllm_config):
