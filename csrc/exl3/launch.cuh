@@ -1,7 +1,9 @@
-// Host side of the fused kernels: from a shape to two launches, the input transform and the product.
+// Host side of the fused kernels: from a shape to three launches: input transform, product, output transform.
 #pragma once
 
+#include "finish.cuh"
 #include "linear.cuh"
+#include "rotate.cuh"
 
 namespace exl3 {
 
@@ -23,25 +25,31 @@ struct Launch {
 template <Codebook kBook, class S>
 cudaError_t launch_shape(const LinearArgs& args, bool dependent, cudaStream_t stream) {
   const LinearShard& last = args.shard[args.shards - 1];
-  const int row_tiles = (args.m + S::kRows - 1) / S::kRows, counters = row_tiles * (last.first_block + last.blocks);
+  const int blocks = last.first_block + last.blocks, depth = args.k / kUnitDepth;
+  const int row_tiles = (args.m + S::kRows - 1) / S::kRows;
+  const Cut cut(blocks * depth, depth, args.splits);
+  const Scratch scratch(args.m, S::kRows, args.k, blocks, args.shards, args.splits);
   int rate2 = 0;
   for (int i = 0; i < args.shards; ++i) rate2 = args.shard[i].rate2 > rate2 ? args.shard[i].rate2 : rate2;
   const int x_offset = S::stage_weight_bytes(rate2), shared = S::shared_bytes(rate2);
 
-  const int groups = args.k / kHadamard;
-  const Launch first(dim3((groups + kRotateWarps - 1) / kRotateWarps, args.m, args.shards), 32 * kRotateWarps, 0,
-                     dependent, stream);
+  const dim3 rotations((args.k / kHadamard + kRotateWarps - 1) / kRotateWarps, args.m, args.shards);
+  const Launch first(rotations, 32 * kRotateWarps, 0, dependent, stream);
   auto rotate = args.x_type == DataType::kHalf       ? rotate_kernel<__half>
                 : args.x_type == DataType::kBfloat16 ? rotate_kernel<__nv_bfloat16>
                                                      : rotate_kernel<float>;
-  cudaError_t status = cudaLaunchKernelEx(&first.config, rotate, args, S::kRows, S::kDepth, counters);
+  cudaError_t status = cudaLaunchKernelEx(&first.config, rotate, args, scratch.rotation_bytes, S::kRows, S::kDepth);
   if (status != cudaSuccess) return status;
 
-  auto kernel = linear_kernel<kBook, S>;
-  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  auto multiply = linear_kernel<kBook, S>;
+  status = cudaFuncSetAttribute(multiply, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (status != cudaSuccess) return status;
-  const Launch second(dim3(args.splits, row_tiles), S::kThreads, shared, dependent, stream);
-  return cudaLaunchKernelEx(&second.config, kernel, args, x_offset, (counters * 4 + 255) / 256 * 256);
+  const Launch second(dim3(cut.splits, row_tiles), S::kThreads, shared, dependent, stream);
+  status = cudaLaunchKernelEx(&second.config, multiply, args, cut, scratch, x_offset);
+  if (status != cudaSuccess) return status;
+
+  const Launch third(dim3(blocks, (args.m + kGroupRows - 1) / kGroupRows), kFinishThreads, 0, dependent, stream);
+  return cudaLaunchKernelEx(&third.config, finish_kernel, args, cut, scratch, S::kRows);
 }
 
 template <class S>
@@ -59,7 +67,7 @@ cudaError_t launch_book(const LinearArgs& args, int codebook, bool dependent, cu
 using Rows8 = Shape<8, 1, 128, 4, 2>;
 using Rows16 = Shape<16, 1, 128, 4, 2>;
 using Rows32 = Shape<32, 1, 128, 4, 2>;
-using Rows64 = Shape<64, 2, 128, 3, 2>;
+using Rows64 = Shape<64, 1, 128, 3, 2>;
 using Rows128 = Shape<128, 2, 64, 3, 2>;
 
 cudaError_t launch_few_rows(const LinearArgs& args, int rows, int codebook, bool dependent, cudaStream_t stream);

@@ -26,17 +26,10 @@ struct Shape {
   static constexpr int kUnitStages = kUnitDepth / kDepth;      // stages per unit
   static constexpr int kTileRows = kDepth / kTile;             // rows of tiles per stage
   static constexpr int kXStageBytes = kRows * kDepth * 2;
-  static constexpr int kPartialFloats = kRows * kBlockColumns; // one block's unfinished sums
-  // Rows that the output transform takes at once, and their padded pitch: lanes 4 floats apart in a row of 132 touch
-  // every bank once, and the column-wise writes of the fragments spread over all banks.
-  static constexpr int kSliceRows = kRows < 16 ? kRows : 16;
-  static constexpr int kSlicePitch = kBlockColumns + 4;
-  static constexpr int kSliceBytes = kSliceRows * kSlicePitch * 4;
-
   static_assert(kRows % kGroupRows == 0 && kUnitDepth % kDepth == 0 && kDepth % kStepDepth == 0, "sizes nest");
   __host__ __device__ static constexpr int stage_weight_bytes(int rate2) { return kTileRows * kBlockTiles * 16 * rate2; }
   __host__ __device__ static constexpr int shared_bytes(int max_rate2) {
-    return kSliceBytes + kStages * (stage_weight_bytes(max_rate2) + kXStageBytes);
+    return kStages * (stage_weight_bytes(max_rate2) + kXStageBytes);
   }
 };
 
@@ -50,15 +43,30 @@ __host__ __device__ inline int64_t rotated_offset(int row, int step, int c, int 
   return (unit * steps + step % steps) * kStepBytes + (row % kGroupRows * 4 + c) * 16;
 }
 
-// The scratch of one call: counters, rotated inputs, partial sums, each 256-byte aligned.
+// How units are dealt to thread blocks: block b has units [start(b), start(b + 1)), the first `longer` of them one more.
+// depth: units of one column block. A thread block and a column block share at most one run of units; counting those
+// runs along the units, the one of thread block b in column block c is number b + c, and no two share a number.
+struct Cut {
+  int splits, depth, shorter, longer;
+  __host__ __device__ Cut(int units, int depth, int wanted)
+      : splits(wanted < units ? wanted : units), depth(depth), shorter(units / splits), longer(units % splits) {}
+  __host__ __device__ int start(int b) const { return b * shorter + (b < longer ? b : longer); }
+  __host__ __device__ int owner(int unit) const {
+    const int first = longer * (shorter + 1);
+    return unit < first ? unit / (shorter + 1) : longer + (unit - first) / shorter;
+  }
+};
+
+// The scratch of one call: rotated inputs, then partial sums [row tile][part][8-row group][tile][lane] float4.
 struct Scratch {
-  int64_t rotated, rotation_bytes, partials, bytes;
+  int64_t row_tile_bytes, rotation_bytes, partials, partial_bytes, bytes;
   __host__ __device__ Scratch(int m, int rows, int k, int total_blocks, int shards, int splits) {
     const int64_t row_tiles = (m + rows - 1) / rows;
-    rotated = (row_tiles * total_blocks * 4 + 255) / 256 * 256;
-    rotation_bytes = row_tiles * rows * k * 2;
-    partials = rotated + shards * rotation_bytes;
-    bytes = partials + row_tiles * 2 * splits * rows * kBlockColumns * 4;
+    row_tile_bytes = static_cast<int64_t>(rows) * k * 2;
+    rotation_bytes = row_tiles * row_tile_bytes;
+    partials = shards * rotation_bytes;
+    partial_bytes = static_cast<int64_t>(splits + total_blocks) * rows * kBlockColumns * 4;
+    bytes = partials + row_tiles * partial_bytes;
   }
 };
 

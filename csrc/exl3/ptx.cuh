@@ -9,16 +9,32 @@
 
 namespace exl3 {
 
-// Dynamic shared memory of the block, 16-byte aligned.
-__device__ __forceinline__ unsigned char* dynamic_smem() {
-  extern __shared__ __align__(16) unsigned char exl3_dynamic_smem[];
-  return exl3_dynamic_smem;
+// A byte address in the block's shared memory. Kept as a number: as a pointer the compiler works its window out anew
+// before every access.
+using SharedAddress = uint32_t;
+
+// Start of the dynamic shared memory, 16-byte aligned; opaque, so that it stays in a register.
+__device__ __forceinline__ SharedAddress dynamic_shared() {
+  extern __shared__ __align__(16) unsigned char exl3_dynamic_shared[];
+  SharedAddress address = static_cast<SharedAddress>(__cvta_generic_to_shared(exl3_dynamic_shared));
+  asm volatile("" : "+r"(address));
+  return address;
+}
+
+__device__ __forceinline__ uint32_t load_shared_32(SharedAddress address) {
+  uint32_t v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(address));
+  return v;
+}
+__device__ __forceinline__ uint4 load_shared_128(SharedAddress address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+  return v;
 }
 
 // Asynchronous 16-byte copy, global to shared, past L1: weights are read once. Both addresses 16-byte aligned.
-__device__ __forceinline__ void cp_async_16(void* smem, const void* global) {
-  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(smem));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+__device__ __forceinline__ void cp_async_16(SharedAddress to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -61,7 +61,8 @@ __global__ void __launch_bounds__(32 * kReconstructWarps) reconstruct_kernel(con
   for (int i = 0; i < kDepth / kTile; ++i) {
     if (i * kTile >= rows) break;
     uint32_t a[4];  // each register: rows 2c, 2c+1 (+8) of one column
-    decode_tile<kBook, kRate2>(from + static_cast<int64_t>(i) * (n / kTile) * Rate<kRate2>::kTileBytes, place, a);
+    const GlobalTile source{from + static_cast<int64_t>(i) * (n / kTile) * Rate<kRate2>::kTileBytes};
+    decode_tile<kBook, kRate2>(source, place, a);
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
       const uint32_t pair = from_half2<T>(a[r]);
@@ -105,7 +106,7 @@ template <Codebook kBook, int kRate2, class T>
 __global__ void __launch_bounds__(32 * kReconstructWarps, 2)
     reconstruct_original_kernel(const unsigned char* trellis, const __half* suh, const __half* svh, int n, int k_true,
                                 int first_block, int columns, T* w, int64_t stride) {
-  float* block = reinterpret_cast<float*>(dynamic_smem());
+  extern __shared__ __align__(16) float block[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
   const LanePlace<kRate2> place(lane);
   const uint32_t h[4] = {hadamard_pair(g, 2 * c), hadamard_pair(g + 8, 2 * c), hadamard_pair(g, 2 * c + 8),
@@ -118,7 +119,8 @@ __global__ void __launch_bounds__(32 * kReconstructWarps, 2)
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     uint32_t b[4];  // b[0], b[2]: columns 0-7; b[1], b[3]: columns 8-15
-    decode_tile<kBook, kRate2>(from + static_cast<int64_t>(i) * (n / kTile) * Rate<kRate2>::kTileBytes, place, b);
+    const GlobalTile source{from + static_cast<int64_t>(i) * (n / kTile) * Rate<kRate2>::kTileBytes};
+    decode_tile<kBook, kRate2>(source, place, b);
     float left[4] = {}, right[4] = {};
     mma_m16n8k16(left, h, b[0], b[2]);
     mma_m16n8k16(right, h, b[1], b[3]);

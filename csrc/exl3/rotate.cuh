@@ -20,34 +20,31 @@ __device__ __forceinline__ uint32_t pack_half2(float low, float high) {
 
 constexpr int kRotateWarps = 4;
 
-// One warp a (row, 128-group of k). Grid: (ceil(k/128 / 4), m, shards). Also clears the arrival counters.
+// One warp a (row, 128-group of k). Grid: (ceil(k/128 / 4), m, shards).
 template <class T>
-__global__ void __launch_bounds__(32 * kRotateWarps) rotate_kernel(const __grid_constant__ LinearArgs args, int rows, int depth, int counters) {
-  allow_next_grid();
-  wait_for_previous_grid();
+__global__ void __launch_bounds__(32 * kRotateWarps)
+    rotate_kernel(const __grid_constant__ LinearArgs args, int64_t rotation_bytes, int rows, int depth) {
   const int lane = threadIdx.x % 32, row = blockIdx.y;
   const int group = blockIdx.x * kRotateWarps + threadIdx.x / 32;
-  const int block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
-  const int blocks = gridDim.x * gridDim.y * gridDim.z;
-  for (int i = block * blockDim.x + threadIdx.x; i < counters; i += blocks * blockDim.x)
-    reinterpret_cast<unsigned*>(args.scratch)[i] = 0;
+  allow_next_grid();
   if (group >= args.k / kHadamard) return;
-
   const __half* suh = static_cast<const __half*>(args.shard[blockIdx.z].suh) + group * kHadamard;
-  const T* x = static_cast<const T*>(args.x) + row * args.x_stride + group * kHadamard;
 
   // A lane holds the four k of one fragment's two registers: k = 32q + 16h + {2c, 2c+1, 2c+8, 2c+9}.
   const int q = lane / 8, c = lane / 2 % 4, h = lane % 2, first = 32 * q + 16 * h + 2 * c;
-  float v[4];
+  float scale[4], v[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) scale[i] = __half2float(suh[first + i % 2 + i / 2 * 8]);
+  wait_for_previous_grid();
+  const T* x = static_cast<const T*>(args.x) + row * args.x_stride + group * kHadamard;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int at = first + i % 2 + i / 2 * 8;
-    v[i] = group * kHadamard + at < args.k_true ? to_float(x[at]) * __half2float(suh[at]) : 0.0f;
+    v[i] = group * kHadamard + at < args.k_true ? to_float(x[at]) * scale[i] : 0.0f;
   }
   hadamard_128(v, lane);
-  const Scratch scratch(args.m, rows, args.k, 0, 0, 0);
-  unsigned char* out = args.scratch + (counters * 4 + 255) / 256 * 256 + blockIdx.z * scratch.rotation_bytes +
-                       rotated_offset(row, group * 4 + q, c, rows, depth, args.k) + h * 8;
+  unsigned char* out =
+      args.scratch + blockIdx.z * rotation_bytes + rotated_offset(row, group * 4 + q, c, rows, depth, args.k) + h * 8;
   *reinterpret_cast<uint2*>(out) = make_uint2(pack_half2(v[0] * kHadamardScale, v[1] * kHadamardScale),
                                               pack_half2(v[2] * kHadamardScale, v[3] * kHadamardScale));
 }

@@ -111,17 +111,16 @@ __device__ __forceinline__ uint32_t window(uint32_t word) {
   return byte_pick(word << (kOffset % 8), 0, kPick);
 }
 
-// The eight states of a lane in one tile. tile: 4-byte aligned, kTileBytes long, shared or global memory.
-template <int kRate2>
-__device__ __forceinline__ void load_states(const unsigned char* tile, const LanePlace<kRate2>& place,
-                                            uint32_t (&state)[8]) {
+// The eight states of a lane in one tile. load(word offset in bytes) reads a word of the tile.
+template <int kRate2, class Load>
+__device__ __forceinline__ void load_states(const Load& load, const LanePlace<kRate2>& place, uint32_t (&state)[8]) {
   using R = Rate<kRate2>;
   uint32_t pair[2] = {0, 0};
   unroll<R::groups()>([&](auto group) {
     constexpr int g = decltype(group)::value;
     if constexpr (R::pair_of(g) == g) {
-      pair[0] = *reinterpret_cast<const uint32_t*>(tile + place.word[g][0]);
-      pair[1] = *reinterpret_cast<const uint32_t*>(tile + place.word[g][1]);
+      pair[0] = load(place.word[g][0]);
+      pair[1] = load(place.word[g][1]);
     }
     const uint32_t aligned = funnel_left(pair[0], pair[1], place.shift[g]);
     unroll<8>([&](auto position) {
@@ -149,15 +148,26 @@ __device__ __forceinline__ uint32_t decode_pair(uint32_t s0, uint32_t s1) {
 }
 
 // One tile as the A fragment (weights transposed: rows are output columns n, columns are inputs k) of mma_m16n8k16.
-template <Codebook kBook, int kRate2>
-__device__ __forceinline__ void decode_tile(const unsigned char* tile, const LanePlace<kRate2>& place,
-                                            uint32_t (&a)[4]) {
+template <Codebook kBook, int kRate2, class Load>
+__device__ __forceinline__ void decode_tile(const Load& load, const LanePlace<kRate2>& place, uint32_t (&a)[4]) {
   uint32_t s[8];
-  load_states<kRate2>(tile, place, s);
+  load_states<kRate2>(load, place, s);
   a[0] = decode_pair<kBook>(s[0], s[1]);
   a[1] = decode_pair<kBook>(s[4], s[5]);
   a[2] = decode_pair<kBook>(s[2], s[3]);
   a[3] = decode_pair<kBook>(s[6], s[7]);
 }
+
+// Where a tile's words are read from.
+struct SharedTile {
+  SharedAddress tile;
+  __device__ __forceinline__ uint32_t operator()(uint32_t offset) const { return load_shared_32(tile + offset); }
+};
+struct GlobalTile {
+  const unsigned char* tile;
+  __device__ __forceinline__ uint32_t operator()(uint32_t offset) const {
+    return *reinterpret_cast<const uint32_t*>(tile + offset);
+  }
+};
 
 }  // namespace exl3

@@ -1,0 +1,73 @@
+// Output transform: add the parts of a column block in ascending order of k, then H, svh and bias.
+#pragma once
+
+#include "hadamard.cuh"
+#include "mma.cuh"
+
+namespace exl3 {
+
+__device__ __forceinline__ void store(void* y, int64_t at, DataType type, float value) {
+  if (type == DataType::kHalf) static_cast<__half*>(y)[at] = __float2half_rn(value);
+  else if (type == DataType::kBfloat16) static_cast<__nv_bfloat16*>(y)[at] = __float2bfloat16_rn(value);
+  else static_cast<float*>(y)[at] = value;
+}
+
+__device__ __forceinline__ float load(const void* x, int64_t at, DataType type) {
+  if (type == DataType::kHalf) return __half2float(static_cast<const __half*>(x)[at]);
+  if (type == DataType::kBfloat16) return __bfloat162float(static_cast<const __nv_bfloat16*>(x)[at]);
+  return static_cast<const float*>(x)[at];
+}
+
+constexpr int kFinishThreads = 256;  // one thread a (tile, lane) of the parts, then one warp a row
+constexpr int kFinishPitch = kBlockColumns + 4;  // floats: fragments written down columns spread over all banks
+
+// Grid: (column blocks, groups of 8 rows). rows: of a row tile.
+static __global__ void __launch_bounds__(kFinishThreads) finish_kernel(const __grid_constant__ LinearArgs args,
+                                                               const __grid_constant__ Cut cut,
+                                                               const __grid_constant__ Scratch scratch, int rows) {
+  __shared__ __align__(16) float tile[kGroupRows][kFinishPitch];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, block = blockIdx.x;
+  allow_next_grid();
+  int index = 0;
+  while (block >= args.shard[index].first_block + args.shard[index].blocks) ++index;
+  const LinearShard& shard = args.shard[index];
+  const int column = (block - shard.first_block) * kBlockColumns + lane * 4;
+  const int first = cut.owner(block * cut.depth), last = cut.owner((block + 1) * cut.depth - 1);
+  const uint2 scales = *reinterpret_cast<const uint2*>(static_cast<const __half*>(shard.svh) + column);
+  const int groups = rows / kGroupRows, row_tile = blockIdx.y / groups, group = blockIdx.y % groups;
+  const int64_t stride = static_cast<int64_t>(rows) * (kBlockColumns / 4);
+  const float4* part =
+      reinterpret_cast<const float4*>(args.scratch + scratch.partials + row_tile * scratch.partial_bytes) +
+      (first + block) * stride + group * (kGroupRows * kBlockColumns / 4) + threadIdx.x;
+  wait_for_previous_grid();
+
+  float4 sum = load_from_l2(part);
+#pragma unroll 4
+  for (int b = first + 1; b <= last; ++b) {
+    const float4 v = load_from_l2(part + (b - first) * stride);
+    sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+  }
+  // An accumulator holds column lane/4 (+8) of its tile, rows 2(lane%4) and the next.
+  const int at = warp * kTile + lane / 4, low = lane % 4 * 2;
+  tile[low][at] = sum.x, tile[low + 1][at] = sum.y, tile[low][at + 8] = sum.z, tile[low + 1][at + 8] = sum.w;
+  __syncthreads();
+
+  const int row = row_tile * rows + group * kGroupRows + warp;
+  if (row >= args.m) return;
+  const float4 read = *reinterpret_cast<const float4*>(&tile[warp][lane * 4]);
+  float v[4] = {read.x, read.y, read.z, read.w};
+  hadamard_128(v, lane);
+  const float2 low_scales = __half22float2(*reinterpret_cast<const __half2*>(&scales.x));
+  const float2 high_scales = __half22float2(*reinterpret_cast<const __half2*>(&scales.y));
+  const float scale[4] = {low_scales.x, low_scales.y, high_scales.x, high_scales.y};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int n = column + i - shard.first;
+    if (n < 0 || n >= shard.width) continue;
+    float out = v[i] * kHadamardScale * scale[i];
+    if (args.bias) out += load(args.bias, shard.out_column + n, args.y_type);
+    store(args.y, row * args.y_stride + shard.out_column + n, args.y_type, out);
+  }
+}
+
+}  // namespace exl3
