@@ -23,6 +23,7 @@ from .synthesis.recipe import Linears, Recipe
 from .synthesis.tokenizer import write_tokenizer
 from .trellis import codebook
 
+TIERS = "experts of each rate in every layer of a mixed checkpoint (default: drawn); an MTP layer has the first rate"
 ALIASES = {"vocabulary": ("--vocab",), "drafts": ("--mtp",)}
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
@@ -52,6 +53,17 @@ def codebooks(text: str) -> tuple[str, ...]:
         return tuple(codebook.codebook(part).name for part in text.split(","))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """'160,96' as numbers."""
+    return tuple(int(part) for part in text.split(","))
+
+
+def layer_tiers(text: str) -> tuple[int, tuple[int, ...]]:
+    """'3=206,50' as layer and counts."""
+    layer, _, counts = text.partition("=")
+    return int(layer), whole_numbers(counts)
 
 
 def add_common(form: argparse.ArgumentParser) -> None:
@@ -123,12 +135,9 @@ def add_moe(form: argparse.ArgumentParser) -> None:
         "and --rates are those of the experts",
     )
     form.add_argument("--tp", type=int, default=2, help="ranks stored, where rank-sliced")
+    form.add_argument("--tiers", type=whole_numbers, default=(), metavar="N,N[,...]", help=TIERS)
     form.add_argument(
-        "--single-layers",
-        type=lambda text: tuple(map(int, text.split(","))),
-        default=(),
-        metavar="L[,L...]",
-        help="layers of a mixed checkpoint that use the last rate only",
+        "--layer-tiers", type=layer_tiers, action="append", default=[], metavar="L=N,N[,...]", help="of one layer"
     )
     form.add_argument("--name-rotation", action="store_true", help="write rotation_layout where it may be absent")
     form.add_argument(
@@ -191,9 +200,12 @@ def make_moe(options: argparse.Namespace, folder: Folder) -> None:
             named=options.name_rotation,
             ranks=options.tp,
             rates=options.rates,
-            single_layers=options.single_layers,
+            tiers=options.tiers,
+            layer_tiers=dict(options.layer_tiers),
         )
         slicing.check_width(shape.moe_intermediate)
+        for layer in range(shape.first_dense, shape.layers):
+            slicing.counts(layer, shape.experts)  # refuses before anything is written
         others |= {"plain": ("*",), "rates": (3.0,)}
         if not options.no_shim:
             config["quantization_config"] = rank_sliced.shim()

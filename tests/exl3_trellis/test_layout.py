@@ -96,25 +96,6 @@ def test_shards():
         layout.shard_span(576, 3, 0)
 
 
-def test_kv_heads_are_shared_by_neighbours():
-    assert [layout.kv_span(2, 128, 4, r) for r in range(4)] == [(0, 128), (0, 128), (128, 256), (128, 256)]
-    assert [layout.kv_span(4, 64, 2, r) for r in range(2)] == [(0, 128), (128, 256)]
-    assert layout.kv_span(3, 64, 1, 0) == (0, 256)
-
-
-@pytest.mark.parametrize(
-    "heads, dim, shards, message",
-    [
-        (4, 64, 4, "256 channels over 4 shards: each needs the same number of blocks of 128"),
-        (3, 128, 2, "3 KV heads over 2 shards: want a divisor"),
-        (2, 128, 3, "2 KV heads over 3 shards: want a multiple"),
-    ],
-)
-def test_kv_heads_that_cannot_be_cut(heads, dim, shards, message):
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        layout.kv_span(heads, dim, shards, 0)
-
-
 def test_rank_slices():
     whole = (0, 512)
     assert layout.legal_shards(4, 512) == (1, 2, 4, 8, 16)

@@ -37,7 +37,7 @@ def test_quantization_config_describes_the_tensors(tmp_path):
 
 
 def test_metadata_of_mixed_rank_sliced(tmp_path):
-    form = "moe --layout shared_h --rates 3,4 --mtp 1 --layers 4 --experts 16 --single-layers 2"
+    form = "moe --layout shared_h --rates 3,4 --mtp 1 --layers 4 --experts 16 --layer-tiers 2=0,16 --tiers 9,7"
     folder = make(tmp_path / "made", form)
     config, found = config_of(folder), headers(folder)
     assert config["quantization_config"]["quant_method"] == "modelopt"
@@ -54,7 +54,8 @@ def test_metadata_of_mixed_rank_sliced(tmp_path):
     assert all(entry["tail_tr3"] == list(range(16)) for entry in bitmap.values())
     assert "k" not in bitmap["4"], "an MTP layer is uniform at the base rate without saying so"
     assert bitmap["2"]["k"] == [4] * 16
-    assert set(bitmap["1"]["k"]) == set(bitmap["3"]["k"]) == {3, 4}
+    assert sorted(bitmap["1"]["k"]) == sorted(bitmap["3"]["k"]) == [3] * 9 + [4] * 7
+    assert bitmap["1"]["k"] != bitmap["3"]["k"]
     for layer, entry in bitmap.items():
         for expert, rate in enumerate(entry.get("k", [3] * 16)):
             for projection in ("gate_proj", "up_proj", "down_proj"):
@@ -136,6 +137,9 @@ def test_tokenizer(tmp_path):
         ("dense --heads 0", "--heads 0, want at least 1"),
         ("moe --layout shared_h --tp 4", "moe-intermediate 256 over 4 ranks: want a multiple of 512"),
         ("moe --layout per_expert --rates 3,3", "rates (3.0, 3.0), want each once"),
+        ("moe --layout per_expert --rates 3 --tiers 8",
+         "tiers (8,) for rates (3.0,): want one count for each of several rates"),
+        ("moe --layout per_expert --rates 3,4 --layer-tiers 1=5,4", "tiers (5, 4) of layer 1: 9 experts, want 8"),
         ("moe --layout per_expert --signs packed", "--signs with --layout per_expert: the layout has none to choose"),
         ("moe --family qwen3_moe --mtp 1",
          "family qwen3_moe has no MTP layers; want one of glm4_moe, deepseek_v3, glm_moe_dsa"),

@@ -8,7 +8,8 @@ and trellis. With shared rotations the vectors on the hidden side exist once per
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -26,18 +27,20 @@ CODEBOOK = "mcg"  # the only one the container has
 class Slicing:
     """How the experts of a rank-sliced checkpoint are stored.
 
-    layout         a key of LAYOUTS
-    named          write `rotation_layout` even where its absence means the same
-    ranks          tensor-parallel ranks stored
-    rates          one: uniform; several: mixed, one of them per layer and expert, the first being the base rate
-    single_layers  layers of a mixed checkpoint in which every expert has the last rate
+    layout       a key of LAYOUTS
+    named        write `rotation_layout` even where its absence means the same
+    ranks        tensor-parallel ranks stored
+    rates        one: uniform; several: mixed, one of them per layer and expert, the first being the base rate
+    tiers        mixed: experts of each rate in a layer; empty: drawn, other numbers in each layer
+    layer_tiers  mixed: the same for single layers
     """
 
     layout: str
     named: bool = False
     ranks: int = 2
     rates: tuple[float, ...] = (3.0,)
-    single_layers: tuple[int, ...] = ()
+    tiers: tuple[int, ...] = ()
+    layer_tiers: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
@@ -46,11 +49,21 @@ class Slicing:
             codebook.codebook(CODEBOOK).check_rate(rate)
         if len(set(self.rates)) != len(self.rates):
             raise ValueError(f"rates {self.rates}, want each once")
+        for counts in (self.tiers, *self.layer_tiers.values()):
+            if counts and (len(counts) != len(self.rates) or not self.mixed or min(counts) < 0):
+                raise ValueError(f"tiers {counts} for rates {self.rates}: want one count for each of several rates")
 
     @property
     def mixed(self) -> bool:
         """Whether experts of a layer may differ in rate."""
         return len(self.rates) > 1
+
+    def counts(self, layer: int, experts: int) -> tuple[int, ...]:
+        """How many experts of a layer have each rate; empty: to be drawn. ValueError unless they are all experts."""
+        counts = self.layer_tiers.get(layer, self.tiers)
+        if counts and sum(counts) != experts:
+            raise ValueError(f"tiers {counts} of layer {layer}: {sum(counts)} experts, want {experts}")
+        return counts
 
     def check_width(self, intermediate: int) -> int:
         """Channels of one rank's slice; ValueError unless they are whole Hadamard blocks."""
@@ -61,13 +74,15 @@ class Slicing:
 
 
 def expert_rates(slicing: Slicing, seed: int, layer: int, experts: int) -> list[int]:
-    """The rate of each expert of a layer. Layers differ in how many have which, and each rate has at least one."""
+    """The rate of each expert of a layer, in random order. Drawn counts give each rate at least one expert."""
     rates = [int(rate) for rate in slicing.rates]
-    if layer in slicing.single_layers:
-        return [rates[-1]] * experts
     random = np.random.default_rng([seed, layer, zlib.crc32(b"rates")])
-    shares = random.dirichlet([4.0] * len(rates))
-    chosen = rates + list(random.choice(rates, max(0, experts - len(rates)), p=shares))
+    counts = slicing.counts(layer, experts)
+    if counts:
+        chosen = [rate for rate, count in zip(rates, counts, strict=True) for _ in range(count)]
+    else:
+        shares = random.dirichlet([4.0] * len(rates))
+        chosen = rates + list(random.choice(rates, max(0, experts - len(rates)), p=shares))
     return [int(rate) for rate in random.permutation(chosen[:experts])]
 
 

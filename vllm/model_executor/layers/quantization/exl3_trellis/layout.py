@@ -124,20 +124,6 @@ def shard_span(channels: int, shards: int, shard: int) -> Span:
     return shard * size, (shard + 1) * size
 
 
-def kv_span(heads: int, head_dim: int, shards: int, shard: int) -> Span:
-    """Output channels of k_proj or v_proj for one shard; with more shards than KV heads, neighbours share a head.
-
-    ValueError if the heads do not divide evenly, or if a shard's heads do not fall on blocks.
-    """
-    if shards <= heads:
-        if heads % shards:
-            raise ValueError(f"{heads} KV heads over {shards} shards: want a divisor")
-        return shard_span(heads * head_dim, shards, shard)
-    if shards % heads:
-        raise ValueError(f"{heads} KV heads over {shards} shards: want a multiple")
-    return shard_span(heads * head_dim, heads, shard // (shards // heads))
-
-
 @dataclass(frozen=True, kw_only=True)
 class RankSlice:
     """What one tensor-parallel rank takes of one stored rank of a rank-sliced expert.
