@@ -1,4 +1,4 @@
-"""`python -m release`: lock, compose, verify, venv."""
+"""`python -m release`: lock, compose, verify, requirements, venv."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from release import compose, environment, manifest, verify
 from release.checkout import find_root
+from release.dependencies import GROUPS, pip_requirements
 from release.errors import ReleaseError
 from release.pins import TARGETS
 
@@ -56,6 +57,13 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--wheel", type=Path, action="append", metavar="FILE", help="a wheel (default: each in dist)")
     check.set_defaults(run=_verify)
 
+    listing = commands.add_parser(
+        "requirements", help="print locked packages with their hashes, for pip",
+        description="Prints locked packages with their hashes, for pip install --no-deps --require-hashes -r FILE.",
+    )  # fmt: skip
+    listing.add_argument("groups", nargs="+", choices=GROUPS, metavar="GROUP", help=", ".join(GROUPS))
+    listing.set_defaults(run=_requirements)
+
     venv = commands.add_parser(
         "venv", help="make .venv with the CPU fork and what it needs",
         description="Makes .venv: the CPU fork, its locked dependencies, the test tools. Only redoes what changed.",
@@ -87,6 +95,11 @@ def _compose(root: Path, options: argparse.Namespace) -> int:
         verify.require_locked(root, composition)
     path = compose.write_file(composition, options.out or root / "dist")
     print(f"{path}\ntree {composition.tree}")
+    return 0
+
+
+def _requirements(root: Path, options: argparse.Namespace) -> int:
+    print(pip_requirements(manifest.locked_dependencies(root), options.groups), end="")
     return 0
 
 

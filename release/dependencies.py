@@ -18,6 +18,9 @@ from release.errors import ReleaseError
 from release.pins import Pins
 
 
+GROUPS = ("cpu", "cuda", "tools", "torch-cpu", "torch-cuda")
+
+
 @dataclass(frozen=True, kw_only=True)
 class File:
     """One published file of a package."""

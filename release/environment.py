@@ -7,7 +7,6 @@ import json
 import platform
 import subprocess
 import sys
-import venv
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ from release.checkout import sha256, sha256_of_file
 from release.dependencies import Dependencies, download_size, pip_requirements
 from release.errors import ReleaseError
 from release.pins import Pins, read_pins
-from release.upstream import cache, pip, tool_python
+from release.upstream import cache, make_venv, pip, tool_python
 
 TORCH = ("auto", "cpu", "cuda")
 _STAMP = "fork-stamp.json"
@@ -32,7 +31,7 @@ def make(root: Path, *, torch: str = "auto", folder: str = ".venv") -> int:
         stamp = _read_stamp(home)
         if stamp.get("python") != platform.python_version() or not (home / "bin" / "python").exists():
             print(f"making {folder} with Python {platform.python_version()}", flush=True)
-            venv.create(home, with_pip=True, clear=True)
+            make_venv(home)
             stamp = {"python": platform.python_version()}
         dependencies = manifest.locked_dependencies(root)
         choice = stamp.get("torch", "") if torch == "auto" else torch

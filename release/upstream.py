@@ -27,9 +27,19 @@ def tool_python(root: Path) -> Path:
     folder = root / ".cache" / f"tools-{sys.version_info.major}.{sys.version_info.minor}"
     python = folder / "bin" / "python"
     if not python.exists() or not (folder / "complete").exists():
-        venv.create(folder, with_pip=True, clear=True)
+        make_venv(folder)
         (folder / "complete").touch()
     return python
+
+
+def make_venv(folder: Path) -> None:
+    """A new venv with pip, in place of whatever lies there."""
+    try:
+        venv.create(folder, with_pip=True, clear=True)
+    except subprocess.CalledProcessError:
+        raise ReleaseError(
+            f"{folder}: python3 -m venv fails on this machine; on Debian, install python3-venv"
+        ) from None
 
 
 def pip(python: Path, *arguments: str) -> None:

@@ -49,8 +49,7 @@ importlib.import_module(module)
 def _ring_modules() -> Iterator[tuple[str, tuple[str, ...]]]:
     for ring, banned in RINGS.items():
         folder = ROOT / TRELLIS / ring
-        files = sorted(folder.glob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
-        for file in files:
+        for file in sorted(folder.glob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]:
             yield file.relative_to(ROOT).as_posix(), banned
 
 

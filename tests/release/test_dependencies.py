@@ -16,6 +16,7 @@ from packaging.tags import cpython_tags
 from packaging.utils import canonicalize_name, parse_wheel_filename
 
 from release import compose, dependencies, manifest
+from release.__main__ import main
 from release.pins import read_pins
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,6 +98,12 @@ def test_requirements_carry_every_hash(locked: dependencies.Dependencies) -> Non
         pin = entry.split(" ")[0]
         hashes = re.findall(r"--hash=sha256:([0-9a-f]{64})", entry)
         assert sorted(hashes) == sorted({file.sha256 for file in locked.files[pin]}), pin
+
+
+def test_requirements_are_printed(locked: dependencies.Dependencies, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["requirements", "cuda", "tools"]) == 0
+    assert capsys.readouterr().out == dependencies.pip_requirements(locked, ["cuda", "tools"])
+    assert set(locked.groups) == set(dependencies.GROUPS)
 
 
 def test_the_project_that_is_resolved_is_valid(upstream_wheels: object) -> None:
