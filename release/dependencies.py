@@ -17,7 +17,6 @@ from release.compose import Composition, requirement_name
 from release.errors import ReleaseError
 from release.pins import Pins
 
-
 GROUPS = ("cpu", "cuda", "tools", "torch-cpu", "torch-cuda")
 
 
