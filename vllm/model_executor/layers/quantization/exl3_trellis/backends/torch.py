@@ -53,9 +53,12 @@ def prepare(plan: TorchPlan, weights: LinearWeights) -> dict[str, torch.Tensor]:
     dense = torch.empty(query.out_width, query.width, dtype=DTYPES[query.io_dtype], device=weights.trellis.device)
     row = 0
     for shard, trellis, suh, svh in _shards(query, weights.trellis, weights.suh, weights.svh):
-        matrix = decode_dense(trellis, suh, svh, shard.codebook, dense.dtype)  # [k, n]
-        columns = matrix[: query.width, shard.first : shard.first + shard.width]
-        dense[row : row + shard.width].copy_(columns.t())
+        target = dense[row : row + shard.width].t()  # [width of x, width of the shard]
+        if shard.first == 0:
+            decode_dense(trellis, suh, svh, shard.codebook, out=target)
+        else:  # a cut inside a block: the columns before it are decoded too
+            matrix = decode_dense(trellis, suh, svh, shard.codebook, dense.dtype)
+            target.copy_(matrix[: query.width, shard.first : shard.first + shard.width])
         row += shard.width
     return {"weight": dense}
 
