@@ -45,7 +45,8 @@ def make(root: Path, *, torch: str = "auto", folder: str = ".venv") -> int:
 def _check_machine(pins: Pins) -> str:
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     if version not in pins.pythons:
-        raise ReleaseError(f"Python {version}: the lock covers {', '.join(pins.pythons)}; make venv PYTHON=python3.11")
+        covered = f"the lock covers {', '.join(pins.pythons)}; make venv PYTHON=python{pins.pythons[0]}"
+        raise ReleaseError(f"Python {version}: {covered}")
     found = f"{platform.system()} {platform.machine()}"
     if found != "Linux x86_64":
         raise ReleaseError(f"{found}: the upstream wheels and the lock are for Linux x86_64")
