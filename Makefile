@@ -31,12 +31,12 @@ lint: venv  ## ruff, mypy, the patches and the laws of the repository
 	@$(BIN)/python -m mypy $(CODE)
 	@$(PYTEST) -q tests/test_laws.py
 
-compose: venv  ## write both wheels of the fork to dist
-	@$(BIN)/python -m release compose --target cpu
-	@$(BIN)/python -m release compose --target cuda
+compose:  ## write both wheels of the fork to dist
+	@$(PYTHON) -m release compose --target cpu
+	@$(PYTHON) -m release compose --target cuda
 
-lock: venv  ## bring release/manifest.lock up to date (RESOLVE=1: the dependencies too, over the network)
-	@$(BIN)/python -m release lock $(if $(RESOLVE),--resolve)
+lock:  ## bring release/manifest.lock up to date (RESOLVE=1: the dependencies too, over the network)
+	@$(PYTHON) -m release lock $(if $(RESOLVE),--resolve)
 
-verify: venv  ## check the lock, the checkout and the wheels in dist against each other
-	@$(BIN)/python -m release verify
+verify:  ## check the lock, the checkout and the wheels in dist against each other
+	@$(PYTHON) -m release verify

@@ -18,7 +18,7 @@ import pytest
 from release import compose as composing
 from release.__main__ import main
 from release.archive import WheelWriter
-from release.checkout import EXTENSION, files_of, sha256_of_file
+from release.checkout import EXTENSION, files_of, sha256_of_file, tree_hash
 from release.pins import TARGETS
 
 from .conftest import COMPOSE, Refusal
@@ -115,6 +115,15 @@ def test_only_overlay_patches_and_stamp_differ(checkout: Path, target: str, upst
         assert {path for path in crc if new[path] != crc[path]} == touched | {"vllm/_version.py"}
         for path in touched:
             assert after.read(path).decode().splitlines()[-1].startswith("# Changed by the EXL3 fork of vLLM: vllm/")
+
+
+def test_the_tree_is_what_the_files_are(checkout: Path) -> None:
+    """The tree is computed from upstream's RECORD; here it is computed from every byte of the wheel."""
+    composition = composing.compose(checkout, "cpu", draft=True)
+    with zipfile.ZipFile(composing.write_file(composition, checkout / "dist")) as wheel:
+        names = [name for name in wheel.namelist() if ".dist-info/" not in name]
+        files = {name: hashlib.sha256(wheel.read(name)).hexdigest() for name in names}
+    assert tree_hash(files) == composition.tree
 
 
 def test_extension_goes_into_the_cuda_wheel(checkout: Path) -> None:
