@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from release import compose, environment, manifest, verify
-from release.checkout import find_root
+from release.checkout import find_root, written_whole
 from release.dependencies import GROUPS, pip_requirements
 from release.errors import ReleaseError
 from release.pins import TARGETS
@@ -81,7 +81,8 @@ def _lock(root: Path, options: argparse.Namespace) -> int:
         print(difference or "manifest.lock and NOTICE are up to date", end="" if difference else "\n")
         return 1 if difference else 0
     for path, text in generated.files.items():
-        (root / path).write_text(text, encoding="utf-8")
+        with written_whole(root / path) as stream:
+            stream.write(text.encode())
     print("written" if difference else "unchanged", ", ".join(generated.files))
     return 0
 

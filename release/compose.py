@@ -5,15 +5,13 @@ Knows nothing of the lock: it turns a checkout into a `Composition`, whose name,
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from release import archive, stack, upstream
 from release.archive import WheelReader, WheelWriter
-from release.checkout import EXTENSION, OVERLAY, files_of, sha256, tree_hash
+from release.checkout import EXTENSION, OVERLAY, files_of, sha256, tree_hash, written_whole
 from release.errors import ReleaseError
 from release.patch import Patch
 from release.pins import UpstreamWheel, read_pins
@@ -97,18 +95,11 @@ def write(composition: Composition, sink: archive.Sink) -> None:
 
 
 def write_file(composition: Composition, folder: Path) -> Path:
-    """Writes the wheel below `folder` in one step: a stop at any point leaves no half-written file."""
+    """Writes the wheel below `folder`, whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / composition.wheel.composed_file
-    handle, temporary = tempfile.mkstemp(dir=folder, prefix=".compose-")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            write(composition, stream)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with written_whole(path) as stream:
+        write(composition, stream)
     return path
 
 

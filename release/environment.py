@@ -16,7 +16,7 @@ from release.checkout import sha256, sha256_of_file
 from release.dependencies import Dependencies, download_size, pip_requirements
 from release.errors import ReleaseError
 from release.pins import Pins, read_pins
-from release.upstream import cache, make_venv, pip, tool_python
+from release.upstream import cache, cache_option, make_venv, pip, tool_python
 
 TORCH = ("auto", "cpu", "cuda")
 _STAMP = "fork-stamp.json"
@@ -60,9 +60,9 @@ def _choose_torch(root: Path, pins: Pins, dependencies: Dependencies, python_ver
     listing = cache(root, "requirements") / "torch-cpu.txt"
     listing.write_text(pip_requirements(dependencies, ["torch-cpu"]), encoding="utf-8")
     wheels = cache(root, "wheels")
-    command = [str(tool_python(root)), "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
+    command = [str(tool_python(root)), "-m", "pip", "download", "--no-deps", "--require-hashes"]
     command += ["--only-binary=:all:", f"--find-links={wheels}", f"--dest={wheels}", f"--requirement={listing}"]
-    command += ["--disable-pip-version-check"]
+    command += ["--disable-pip-version-check", *cache_option(root)]
     if offered:
         print(f"asking pip for {offered[0]}", flush=True)
         done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
@@ -93,7 +93,7 @@ def _install_dependencies(
     _write_stamp(home, stamp)
     pip(
         home / "bin" / "python", "install", "--no-deps", "--require-hashes", "--only-binary=:all:",
-        f"--find-links={cache(root, 'wheels')}", f"--requirement={listing}",
+        f"--find-links={cache(root, 'wheels')}", f"--requirement={listing}", *cache_option(root),
     )  # fmt: skip
     stamp |= {"requirements": sha256(text.encode()), "torch": torch}
     _write_stamp(home, stamp)
@@ -105,14 +105,14 @@ def _install_fork(root: Path, home: Path, stamp: dict[str, str]) -> None:
     digest = manifest.wheel_sha256(composition)
     if stamp.get("fork") == digest:
         return
-    wheel = compose.write_file(composition, root / "dist")
+    wheel = compose.write_file(composition, cache(root, "fork"))
     if digest != manifest.read_lock(root)["composed"]["cpu"]["sha256"]:
         print("the checkout differs from release/manifest.lock; python -m release lock brings that up to date")
     print(f"installing {wheel.name}", flush=True)
     stamp.pop("fork", None)
     _write_stamp(home, stamp)
     listing = cache(root, "requirements") / f"{home.name}-fork.txt"
-    listing.write_text(f"{wheel} --hash=sha256:{digest}\n", encoding="utf-8")
+    listing.write_text(f"{wheel.as_uri()} --hash=sha256:{digest}\n", encoding="utf-8")
     pip(
         home / "bin" / "python", "install", "--quiet", "--no-index", "--no-deps", "--require-hashes", "--no-compile",
         "--force-reinstall", f"--requirement={listing}",
