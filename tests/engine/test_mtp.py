@@ -18,7 +18,6 @@ from tests.oracle import Oracle
 from validate.__main__ import main as validate
 
 GLM = "--family glm4_moe --drafts 1 --seed 3"
-PLAIN_EXPERTS = "--plain *.experts.*"
 PROMPTS = [[7, 3, 250, 11, 98, 402, 5, 5, 31, 77], [9, 9, 1, 44], [500]]
 TOKENS = 32
 
@@ -72,26 +71,62 @@ def target_of(llm: Any) -> torch.nn.Module:
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.get_model()
 
 
-# The oracle is greedy too, so that both being wrong in the same way would show.
-LAYOUTS = {"plain experts": PLAIN_EXPERTS}
+def said_by_oracle(folder: Path) -> list[list[int]]:
+    """What the model of `folder` says to PROMPTS."""
+    oracle = Oracle(folder)
+    return [oracle.greedy(ids, TOKENS) for ids in PROMPTS]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def spoil(draft: torch.nn.Module) -> None:
+    """Overwrite what is the draft's own, not its target's, with noise."""
+    torch.manual_seed(0)
+    for name, parameter in draft.named_parameters():
+        if "mtp_block" in name or "eh_proj" in name:
+            parameter.data.normal_()
+
+
+LAYOUTS = {
+    "ordinary": "--rates 3,4,2",
+    "rank-sliced, mixed": "--layout per_expert --tp 2 --rates 3,4",
+    "rank-sliced, shared rotations": "--layout shared_h --tp 2 --rates 3,4",
+}
+MORE_LAYOUTS = {
+    "unquantized experts": "--plain *.experts.*",
+    "rank-sliced, uniform": "--layout per_expert --tp 2 --rates 4",
+}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *(pytest.param(arguments, id=name) for name, arguments in LAYOUTS.items()),
+        *(pytest.param(arguments, id=name, marks=pytest.mark.slow) for name, arguments in MORE_LAYOUTS.items()),
+    ],
+)
 def test_drafts_do_not_change_what_is_said(make, speak, layout):
-    agreeing, random = make(f"{GLM} {layout} --agreeing", "agreeing"), make(f"{GLM} {layout}", "random")
-    said, _, _ = speak(agreeing)
-    assert said == [Oracle(agreeing).greedy(ids, TOKENS) for ids in PROMPTS]
+    folder = make(f"{GLM} {layout} --agreeing")
+    expected = said_by_oracle(folder)
     for drafts in (1, 3):
-        with_drafts, taken, _ = speak(agreeing, drafts)
-        assert with_drafts == said
+        said, taken, llm = speak(folder, drafts)
+        assert said == expected
         assert taken > len(PROMPTS) * TOKENS // 10
-    said, _, _ = speak(random)
+    spoil(draft_of(llm))
+    said, taken_from_noise = continue_prompts(llm)
+    assert said == expected
+    assert taken_from_noise < taken // 2
+
+
+@pytest.mark.slow
+def test_an_untrained_draft_as_stored(make, speak):
+    folder = make(f"{GLM} --layout per_expert --tp 2 --rates 3,4")
+    said, _, _ = speak(folder)
+    assert said == said_by_oracle(folder)
     for drafts in (1, 3):
-        assert speak(random, drafts)[0] == said
+        assert speak(folder, drafts)[0] == said
 
 
 def test_acceptance_shows_in_metrics(make, tmp_path):
-    folder = make(f"{GLM} {PLAIN_EXPERTS} --agreeing")
+    folder = make(f"{GLM} --agreeing")
     speculation = '{"method": "mtp", "num_speculative_tokens": 3}'
     with serve(folder, tmp_path, "--dtype", "float32", "--speculative-config", speculation) as server:
         body = {"prompt": PROMPTS[0], "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "logprobs": 0,
@@ -109,20 +144,17 @@ def test_acceptance_shows_in_metrics(make, tmp_path):
 
 
 def test_reload_brings_back_the_draft_too(make, speak):
-    folder = make(f"{GLM} {PLAIN_EXPERTS} --agreeing")
+    folder = make(f"{GLM} --agreeing")
     said, taken, llm = speak(folder, 3, enable_prefix_caching=False)
-    draft = draft_of(llm)
-    own = [p for n, p in draft.named_parameters() if "mtp_block" in n or "eh_proj" in n or n.endswith("norm.weight")]
-    for parameter in own:
-        parameter.data.zero_() if parameter.is_floating_point() else parameter.data.fill_(0)
+    spoil(draft_of(llm))
     assert continue_prompts(llm)[1] < taken
     llm.collective_rpc("reload_weights")
     assert continue_prompts(llm) == (said, taken)
 
 
 def test_reload_takes_the_weights_that_are_there_now(make, speak):
-    folder = make(f"{GLM} {PLAIN_EXPERTS} --agreeing", "served")
-    other = make(f"{GLM.replace('--seed 3', '--seed 4')} {PLAIN_EXPERTS} --agreeing", "other")
+    folder = make(f"{GLM} --agreeing", "served")
+    other = make(f"{GLM.replace('--seed 3', '--seed 4')} --agreeing", "other")
     expected, taken, _ = speak(other, 3, enable_prefix_caching=False)
     said, _, llm = speak(folder, 3, enable_prefix_caching=False)
     shutil.copy(other / "model.safetensors", folder / "model.safetensors")
