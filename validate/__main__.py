@@ -9,6 +9,7 @@ import sys
 # command -> (module of this package, what it does)
 COMMANDS: dict[str, tuple[str, str]] = {
     "make-checkpoint": ("make_checkpoint", "write a synthetic EXL3 checkpoint of any layout"),
+    "check-checkpoint": ("check_checkpoint", "audit a checkpoint from its headers alone"),
 }
 
 

@@ -15,8 +15,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .checkpoint import MARKERS, SUFFIXES, read_linear
-from .codebook import CODEBOOKS
+from .checkpoint import MARKERS, SUFFIXES, LinearSpec, read_linear
 from .rank_sliced import SECTION, RankSliced
 from .safetensors_headers import CheckpointError, TensorInfo
 
@@ -125,6 +124,7 @@ class _Layer:
         self.wanted = container.by_layer.get(layer) if container and layer is not None else None
         self.shared = self.container is not None and self.container.shared_h
         self.problems: list[str] = []
+        self.good: dict[tuple, LinearSpec] = {}
 
     def read(self) -> tuple[ExpertsSpec | None, list[str]]:
         names = self._names()
@@ -203,7 +203,7 @@ class _Layer:
                 if self.shared and side in module:
                     self.problems.append(f"{key}.{side}: stored for one expert, though the layout is shared_h_v1")
                 mask = sum(1 << SUFFIXES.index(suffix) for suffix in module)
-                spec, found = read_linear(key, {**module, side: shared[side]} if side in shared else module)
+                spec, found = self._read(key, {**module, side: shared[side]} if side in shared else module)
                 self.problems += found
                 if spec is None or found:
                     continue
@@ -215,6 +215,16 @@ class _Layer:
                     self.problems.append(f"{key}: rate or tensors differ from those of rank{ranks[0]}")
                 halves[expert], masks[expert] = twice, mask
         return Projection(name=name, halves=bytes(halves), stored=bytes(masks))
+
+    def _read(self, key: str, module: Module) -> tuple[LinearSpec | None, list[str]]:
+        """`read_linear`, asked once for all modules that look the same and are in order."""
+        looks = tuple((suffix, info.dtype, info.shape) for suffix, info in module.items())
+        if looks in self.good:
+            return self.good[looks], []
+        spec, found = read_linear(key, module)
+        if spec is not None and not found:
+            self.good[looks] = spec
+        return spec, found
 
     def _check_rates(self, projections: Mapping[str, Projection]) -> None:
         """The rates that metadata gives must be those of the tensors; where it gives none, they must be one of them."""
@@ -239,6 +249,6 @@ def codebook_rates(spec: ExpertsSpec) -> dict[str, dict[str, int]]:
     for projection in spec.projections.values():
         row = table.setdefault(projection.name, {})
         for expert in range(spec.count):
-            label = f"{CODEBOOKS[projection.codebook(expert)].name} {projection.rate(expert):g}"
+            label = f"{projection.codebook(expert)} {projection.rate(expert):g}"
             row[label] = row.get(label, 0) + 1
-    return table
+    return {name: dict(sorted(row.items())) for name, row in table.items()}
