@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m release`: lock, compose, verify, requirements, venv."""
 
 from __future__ import annotations

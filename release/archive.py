@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads a wheel and writes one, byte for byte the same on any machine and any Python.
 
 Entries that do not change are copied as they lie in the source, compressed bytes and all: nothing is compressed again,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where things are in a checkout, and which of its files belong to the fork."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes the fork's wheel: upstream's files, the patched ones, the overlay, and metadata of its own.
 
 Knows nothing of the lock: it turns a checkout into a `Composition`, whose name, tree and bytes others compare.

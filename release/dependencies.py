@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The locked Python packages: what they were resolved from, and how pip is told about them.
 
 Groups: `cpu` and `cuda`, what the composed wheels need; `torch-cpu` and `torch-cuda`, the two choices of torch for the

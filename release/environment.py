@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes .venv: the composed CPU fork with its locked dependencies and the test tools, redoing only what changed."""
 
 from __future__ import annotations

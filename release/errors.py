@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one error this tool reports to its user."""
 
 from __future__ import annotations

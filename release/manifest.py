@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """release/manifest.lock: what the fork consists of, down to hashes. Generated; the same bytes from the same checkout.
 
 Everything local (upstream wheels, patches, overlay, kernels, composed wheels) is computed anew each time. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One patch: its header, its hunks, and how it is applied.
 
 Applying is stricter than `git apply`: a hunk goes at the line its header names or not at all, so neither fuzz nor

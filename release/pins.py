@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads release/pins.toml, the hand-written half of the lock."""
 
 from __future__ import annotations

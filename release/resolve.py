@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds versions and hashes for every dependency: the one part of the lock that asks the network.
 
 Works on the public index, whatever extra indexes, folders or constraints this machine's pip has, so that any user's

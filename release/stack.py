@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The series of patches: read, checked against its rules, applied in order."""
 
 from __future__ import annotations

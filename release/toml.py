@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes TOML, canonically: the standard library only reads it.
 
 Tables keep the order they are given in; strings, integers, lists of strings and tables of them are all there is.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fetches pinned wheels by hash with the user's own pip configuration, and keeps them inside the clone."""
 
 from __future__ import annotations
@@ -81,3 +82,33 @@ def _download(root: Path, pins: Pins, wheel: UpstreamWheel, path: Path) -> None:
             f"--python-version={pins.pythons[0]}", f"--dest={folder}", f"--requirement={listing}", *cache_option(root),
         )  # fmt: skip
         Path(folder, wheel.file).replace(path)
+
+
+def obtain_other(root: Path, pins: Pins, target: str, version: str) -> Path | None:
+    """The wheel of another upstream release, for this target's platform; None where the index has none.
+
+    Nothing pins it yet: its hash is what the index gave, and whoever moves there locks it. Raises ReleaseError where
+    the index cannot be asked.
+    """
+    wheel = pins.wheels[target]
+    name = wheel.distribution.replace("-", "_")
+    kept = cache(root, "wheels")
+    if found := sorted(kept.glob(f"{name}-{version}-*x86_64.whl")):
+        return found[0]
+    _, abi, _ = wheel.tag.split("-")
+    platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in (28, 31, 34, 35)]
+    with tempfile.TemporaryDirectory(dir=kept) as folder:
+        command = [
+            str(tool_python(root)), "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet",
+            "--implementation=cp", f"--abi={abi}", *platforms, f"--python-version={pins.pythons[0]}",
+            f"--dest={folder}", f"{wheel.distribution}=={version}", _QUIET,
+        ]  # fmt: skip
+        print(f"asking the index for {wheel.distribution}=={version}", file=sys.stderr, flush=True)
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+        if done.returncode == 0:
+            path = next(Path(folder).glob("*.whl"))
+            return path.replace(kept / path.name)
+        # pip lists the versions there are, and "none" also where it could not reach the index at all.
+        if "No matching distribution found" in done.stderr and "(from versions: none)" not in done.stderr:
+            return None
+        raise ReleaseError(f"pip download {wheel.distribution}=={version}: {done.stderr.strip()}")

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks that the lock, the checkout and built wheels say the same."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The laws of the repository: what is true of every commit, whatever it is about."""
 
 from __future__ import annotations

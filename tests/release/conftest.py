@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A private copy of the checkout for each test to spoil."""
 
 from __future__ import annotations

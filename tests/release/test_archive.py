@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The wheel writer, read back by the standard library and by Info-ZIP's rules."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The composed wheels, whole: their bytes, their metadata, what stops them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The locked packages answer every need of the composed wheels, on every Python the lock covers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the venv comes about: which machine, which torch, and the wheel of our own commands."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parsing and applying one patch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rules of the series, each broken once."""
 
 from __future__ import annotations

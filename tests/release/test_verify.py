@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The lock and verify: green on what was built, red after one byte."""
 
 from __future__ import annotations
