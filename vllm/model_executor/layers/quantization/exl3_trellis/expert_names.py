@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from .experts import EXPERT, SHARED, ExpertsSpec
 from .layout import RankSlice
+from .plain_layers import PlainLayers
 from .safetensors_headers import CheckpointError
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ class HeldExperts:
 class WantedExperts:
     """What one model wants of a checkpoint's routed experts."""
 
-    def __init__(self, held: Iterable[HeldExperts]) -> None:
+    def __init__(self, held: Iterable[HeldExperts], plain: PlainLayers | None = None) -> None:
+        self.plain = plain
         self.ranks: dict[str, set[str | None]] = {}  # prefix -> stored ranks; None stands for tensors without one
         for layer in held:
             sliced = layer.spec.ranks is not None
@@ -54,6 +56,8 @@ class WantedExperts:
 
     def stream(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The wanted ones of `weights`, under the names that models look for; all else passes as it is."""
+        if self.plain is not None:
+            weights = self.plain.stream(weights)
         for name, tensor in weights:
             if not self.skips(name):
                 yield local_name(name), tensor
@@ -100,4 +104,4 @@ def wanted_experts(model: Module, model_config: ModelConfig) -> WantedExperts | 
     if model_config.quantization != "exl3":
         return None
     layers = (getattr(module, "exl3_experts", None) for module in model.modules())
-    return WantedExperts(held for held in layers if held is not None)
+    return WantedExperts((held for held in layers if held is not None), PlainLayers(model))
