@@ -71,7 +71,7 @@ constexpr int kShardInts = 4;  // n, first, width, 2K
 // y [m, sum of widths] <- every shard of a merged projection; see LinearArgs. trellis, suh and svh hold the shards end
 // to end. shards: four integers each, n, first, width and 2K.
 void linear(Tensor y, const Tensor& x, const Tensor& trellis, const Tensor& suh, const Tensor& svh,
-            const std::optional<Tensor>& bias, Tensor scratch, int64_t k, std::vector<int64_t> shards, int64_t codebook,
+            Tensor scratch, int64_t k, std::vector<int64_t> shards, int64_t codebook,
             int64_t splits, bool dependent_launch) {
   check_matrix(x, "x");
   check_matrix(y, "y");
@@ -113,13 +113,11 @@ void linear(Tensor y, const Tensor& x, const Tensor& trellis, const Tensor& suh,
   check_vector(trellis, "trellis", ScalarType::Short, words, device);
   check_vector(suh, "suh", ScalarType::Half, k * count, device);
   check_vector(svh, "svh", ScalarType::Half, columns, device);
-  if (bias) check_vector(*bias, "bias", y.scalar_type(), out, device);
   STD_TORCH_CHECK(columns / 128 * (k / 128) < (1 << 24), "exl3: ", k, " x ", columns, " is too large a product");
   if (x.size(0) == 0) return;
 
   args.x = x.data_ptr();
   args.y = y.data_ptr();
-  args.bias = bias ? bias->data_ptr() : nullptr;
   args.scratch = static_cast<unsigned char*>(scratch.data_ptr());
   args.x_stride = x.stride(0);
   args.y_stride = y.stride(0);
@@ -200,7 +198,7 @@ int64_t linear_scratch_bytes(int64_t m, int64_t k, int64_t blocks, int64_t shard
 
 STABLE_TORCH_LIBRARY(exl3, m) {
   m.def(
-      "linear(Tensor(a!) y, Tensor x, Tensor trellis, Tensor suh, Tensor svh, Tensor? bias, Tensor(b!) scratch, int k, "
+      "linear(Tensor(a!) y, Tensor x, Tensor trellis, Tensor suh, Tensor svh, Tensor(b!) scratch, int k, "
       "int[] shards, int codebook, int splits, bool dependent_launch) -> ()");
   m.def("reconstruct(Tensor(a!) w, Tensor trellis, int rate2, int codebook) -> ()");
   m.def(

@@ -25,12 +25,11 @@ struct LinearShard {
   int rate2;                     // 2K
 };
 
-// y[:, out_column : out_column + width] = had(had(x * suh) @ W) * svh + bias for every shard.
+// y[:, out_column : out_column + width] = had(had(x * suh) @ W) * svh for every shard.
 struct LinearArgs {
   LinearShard shard[kMaxShards];
   const void* x;           // [m, k_true], rows x_stride elements apart; zero-extended to k
   void* y;                 // [m, sum of widths], rows y_stride elements apart
-  const void* bias;        // [sum of widths], y_type; or null
   unsigned char* scratch;  // linear_scratch_bytes(), 256-byte aligned, contents ignored
   int64_t x_stride, y_stride;
   int shards, m, k, k_true, splits;

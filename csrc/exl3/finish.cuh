@@ -1,4 +1,4 @@
-// Output transform: add the parts of a column block in ascending order of k, then H, svh and bias.
+// Output transform: add the parts of a column block in ascending order of k, then H and svh.
 #pragma once
 
 #include "hadamard.cuh"
@@ -10,12 +10,6 @@ __device__ __forceinline__ void store(void* y, int64_t at, DataType type, float 
   if (type == DataType::kHalf) static_cast<__half*>(y)[at] = __float2half_rn(value);
   else if (type == DataType::kBfloat16) static_cast<__nv_bfloat16*>(y)[at] = __float2bfloat16_rn(value);
   else static_cast<float*>(y)[at] = value;
-}
-
-__device__ __forceinline__ float load(const void* x, int64_t at, DataType type) {
-  if (type == DataType::kHalf) return __half2float(static_cast<const __half*>(x)[at]);
-  if (type == DataType::kBfloat16) return __bfloat162float(static_cast<const __nv_bfloat16*>(x)[at]);
-  return static_cast<const float*>(x)[at];
 }
 
 constexpr int kFinishThreads = 256;  // one thread a (tile, lane) of the parts, then one warp a row
@@ -64,9 +58,7 @@ static __global__ void __launch_bounds__(kFinishThreads) finish_kernel(const __g
   for (int i = 0; i < 4; ++i) {
     const int n = column + i - shard.first;
     if (n < 0 || n >= shard.width) continue;
-    float out = v[i] * kHadamardScale * scale[i];
-    if (args.bias) out += load(args.bias, shard.out_column + n, args.y_type);
-    store(args.y, row * args.y_stride + shard.out_column + n, args.y_type, out);
+    store(args.y, row * args.y_stride + shard.out_column + n, args.y_type, v[i] * kHadamardScale * scale[i]);
   }
 }
 

@@ -38,7 +38,7 @@ cudaError_t launch_shape(const LinearArgs& args, bool dependent, cudaStream_t st
   auto rotate = args.x_type == DataType::kHalf       ? rotate_kernel<__half>
                 : args.x_type == DataType::kBfloat16 ? rotate_kernel<__nv_bfloat16>
                                                      : rotate_kernel<float>;
-  cudaError_t status = cudaLaunchKernelEx(&first.config, rotate, args, scratch.rotation_bytes, S::kRows, S::kDepth);
+  cudaError_t status = cudaLaunchKernelEx(&first.config, rotate, args, scratch.rotation_bytes, S::kRows);
   if (status != cudaSuccess) return status;
 
   auto multiply = linear_kernel<kBook, S>;
@@ -62,13 +62,12 @@ cudaError_t launch_book(const LinearArgs& args, int codebook, bool dependent, cu
   return cudaErrorInvalidValue;
 }
 
-// The shapes, one row a row count. Few rows: one tile a warp, so that two blocks fill an SM with sixteen warps.
-// Many rows: two tiles a warp halve the reads of x from shared memory, which would otherwise bind.
-using Rows8 = Shape<8, 1, 128, 4, 2>;
-using Rows16 = Shape<16, 1, 128, 4, 2>;
-using Rows32 = Shape<32, 1, 128, 4, 2>;
-using Rows64 = Shape<64, 1, 128, 3, 2>;
-using Rows128 = Shape<128, 2, 64, 3, 2>;
+// The shapes, one for each row count. 128 rows at half the depth keep two blocks an SM in shared memory.
+using Rows8 = Shape<8, 128, 4>;
+using Rows16 = Shape<16, 128, 4>;
+using Rows32 = Shape<32, 128, 4>;
+using Rows64 = Shape<64, 128, 3>;
+using Rows128 = Shape<128, 64, 3>;
 
 cudaError_t launch_few_rows(const LinearArgs& args, int rows, int codebook, bool dependent, cudaStream_t stream);
 cudaError_t launch_mid_rows(const LinearArgs& args, int rows, int codebook, bool dependent, cudaStream_t stream);

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "mma.cuh"
+#include "warpgroup.cuh"
 
 namespace exl3 {
 
@@ -86,32 +87,58 @@ struct Loader {
   }
 };
 
+// Whether this compilation multiplies a shape by warpgroups: from 32 rows on it saves reading x into registers.
 template <class S>
-using Sums = float[S::kWarpTiles][S::kGroups][4];
+constexpr bool kWarpgroup = EXL3_WARPGROUP && S::kRows >= 32;
 
-// sums += one stage. weights: this warp's first tile; x: this lane's 16 bytes of the stage's first step.
+// Blocks an SM the compiler leaves registers for.
+template <class S>
+constexpr int kBlocksPerSm = S::kRows < 64 || kWarpgroup<S> ? 2 : 1;
+
+template <class S>
+using Sums = float[S::kGroups][4];
+
+// The two A fragments of one step of k: this warp's tile of two rows of tiles.
+template <Codebook kBook, int kRate2>
+__device__ __forceinline__ void decode_step(SharedAddress weights, int step, const LanePlace<kRate2>& place,
+                                            uint32_t (&a)[2][4]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    decode_tile<kBook, kRate2>(SharedTile{weights + (step * 2 + half) * kBlockTiles * Rate<kRate2>::kTileBytes}, place,
+                               a[half]);
+}
+
+// sums += one stage. weights: this warp's first tile; x: the stage's rows of x.
 template <Codebook kBook, int kRate2, class S>
 __device__ __forceinline__ void multiply_stage(SharedAddress weights, SharedAddress x, const LanePlace<kRate2>& place,
                                                Sums<S>& sums) {
-  constexpr int kTileBytes = Rate<kRate2>::kTileBytes;
-  // 128 rows fill the registers with sums: fewer steps in flight keep them from spilling.
-#pragma unroll(S::kRows < 128 ? S::kSteps : 1)
-  for (int step = 0; step < S::kSteps; ++step) {
-    uint32_t a[2][S::kWarpTiles][4];
+  constexpr int kEightDeep = S::kRows * 16;  // bytes of x from one group of eight k to the next
+  if constexpr (kWarpgroup<S>) {
+#if EXL3_WARPGROUP
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
+    for (int step = 0; step < S::kSteps; ++step) {
+      uint32_t a[2][4];
+      decode_step<kBook, kRate2>(weights, step, place, a);
+      warpgroup_arrive();
+      warpgroup_mma(sums, a[0], matrix_descriptor(x + 4 * step * kEightDeep, kEightDeep));
+      warpgroup_mma(sums, a[1], matrix_descriptor(x + (4 * step + 2) * kEightDeep, kEightDeep));
+      warpgroup_commit();
+      warpgroup_wait<0>();  // the scheduler's other warps decode meanwhile; waiting later would cost registers
+    }
+#endif
+  } else {
+    const int lane = threadIdx.x % 32;
+    const SharedAddress row = x + lane / 8 * kEightDeep + lane % 8 * 16;
+    // Many sums leave no registers for several steps at once.
+#pragma unroll(S::kRows < 64 ? S::kSteps : 1)
+    for (int step = 0; step < S::kSteps; ++step) {
+      uint32_t a[2][4];
+      decode_step<kBook, kRate2>(weights, step, place, a);
 #pragma unroll
-      for (int i = 0; i < S::kWarpTiles; ++i) {
-        const SharedTile tile{weights + ((step * 2 + half) * kBlockTiles + i) * kTileBytes};
-        decode_tile<kBook, kRate2>(tile, place, a[half][i]);
-      }
-#pragma unroll
-    for (int group = 0; group < S::kGroups; ++group) {
-      const uint4 b = load_shared_128(x + (group * S::kSteps + step) * kStepBytes);
-#pragma unroll
-      for (int i = 0; i < S::kWarpTiles; ++i) {
-        mma_m16n8k16(sums[i][group], a[0][i], b.x, b.y);
-        mma_m16n8k16(sums[i][group], a[1][i], b.z, b.w);
+      for (int group = 0; group < S::kGroups; ++group) {
+        const uint4 b = load_matrices(row + 4 * step * kEightDeep + group * kGroupRows * 16);
+        mma_m16n8k16(sums[group], a[0], b.x, b.y);
+        mma_m16n8k16(sums[group], a[1], b.z, b.w);
       }
     }
   }
@@ -129,10 +156,11 @@ struct Ring {
 // Multiply `count` stages of one column block while loading the stages ahead.
 template <Codebook kBook, int kRate2, class S>
 __device__ __forceinline__ void multiply_run(Loader<S>& loader, Ring& ring, int count, Sums<S>& sums) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const LanePlace<kRate2> place(lane);
+  const int warp = threadIdx.x / 32;
+  const LanePlace<kRate2> place(threadIdx.x % 32);
   for (; count > 0; --count) {
     cp_async_wait<S::kStages - 2>();
+    if constexpr (kWarpgroup<S>) publish_shared();
     __syncthreads();
     if (loader.remaining > 0) {
       // The run ahead has this rate except across a border between shards: let the compiler count the copies.
@@ -142,8 +170,7 @@ __device__ __forceinline__ void multiply_run(Loader<S>& loader, Ring& ring, int 
       loader.advance();
     }
     cp_async_commit();
-    multiply_stage<kBook, kRate2, S>(ring.read + warp * S::kWarpTiles * Rate<kRate2>::kTileBytes,
-                                     ring.read + ring.x_offset + lane * 16, place, sums);
+    multiply_stage<kBook, kRate2, S>(ring.read + warp * Rate<kRate2>::kTileBytes, ring.read + ring.x_offset, place, sums);
     ring.fill = ring.read;
     ring.read = ring.after(ring.read);
   }
@@ -151,7 +178,7 @@ __device__ __forceinline__ void multiply_run(Loader<S>& loader, Ring& ring, int 
 
 // Grid: (splits, row tiles). Dynamic shared memory: S::shared_bytes of the largest rate among the shards.
 template <Codebook kBook, class S>
-__global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm) linear_kernel(const __grid_constant__ LinearArgs args,
+__global__ void __launch_bounds__(S::kThreads, kBlocksPerSm<S>) linear_kernel(const __grid_constant__ LinearArgs args,
                                                                              const __grid_constant__ Cut cut,
                                                                              const __grid_constant__ Scratch scratch,
                                                                              int x_offset) {
@@ -200,12 +227,10 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm) linear_kernel(co
     float4* part = partials + static_cast<int64_t>(blockIdx.x + block) * (S::kRows * kBlockColumns / 4);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
-    for (int group = 0; group < S::kGroups; ++group)
-#pragma unroll
-      for (int i = 0; i < S::kWarpTiles; ++i) {
-        const float(&v)[4] = sums[i][group];
-        part[(group * kBlockTiles + warp * S::kWarpTiles + i) * 32 + lane] = make_float4(v[0], v[1], v[2], v[3]);
-      }
+    for (int group = 0; group < S::kGroups; ++group) {
+      const float(&v)[4] = sums[group];
+      part[(group * kBlockTiles + warp) * 32 + lane] = make_float4(v[0], v[1], v[2], v[3]);
+    }
     unit = next;
   }
 }

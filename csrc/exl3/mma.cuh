@@ -11,21 +11,20 @@ constexpr int kBlockColumns = 128;   // columns of a block: one Hadamard group o
 constexpr int kBlockTiles = kBlockColumns / kTile;
 constexpr int kUnitDepth = 128;      // k of a unit of work: the grain of the split over thread blocks
 constexpr int kGroupRows = 8;        // rows of x in one MMA
-constexpr int kStepDepth = 32;       // k of one 16-byte load of x a lane: two MMAs deep
-constexpr int kStepBytes = kStepDepth * kGroupRows * 2;
+constexpr int kStepDepth = 32;       // k decoded at a time: two MMAs deep
 
-// kRows rows of x; kWarpTiles tiles of a block a warp; kDepth k a pipeline stage; kStages stages.
-template <int kRows_, int kWarpTiles_, int kDepth_, int kStages_, int kBlocksPerSm_>
+// kRows rows of x; kDepth k a pipeline stage; kStages stages. A warp owns one tile of a block's eight, so two blocks an
+// SM give each scheduler four warps: enough to hide latency, and few enough to leave each its registers.
+template <int kRows_, int kDepth_, int kStages_>
 struct Shape {
-  static constexpr int kRows = kRows_, kWarpTiles = kWarpTiles_, kDepth = kDepth_, kStages = kStages_;
-  static constexpr int kBlocksPerSm = kBlocksPerSm_;
+  static constexpr int kRows = kRows_, kDepth = kDepth_, kStages = kStages_;
   static constexpr int kGroups = kRows / kGroupRows;
-  static constexpr int kWarps = kBlockTiles / kWarpTiles;
-  static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kSteps = kDepth / kStepDepth;           // per stage
-  static constexpr int kUnitStages = kUnitDepth / kDepth;      // stages per unit
-  static constexpr int kTileRows = kDepth / kTile;             // rows of tiles per stage
+  static constexpr int kWarps = kBlockTiles, kThreads = 32 * kWarps;
+  static constexpr int kSteps = kDepth / kStepDepth;        // per stage
+  static constexpr int kUnitStages = kUnitDepth / kDepth;   // stages per unit
+  static constexpr int kTileRows = kDepth / kTile;          // rows of tiles per stage
   static constexpr int kXStageBytes = kRows * kDepth * 2;
+
   static_assert(kRows % kGroupRows == 0 && kUnitDepth % kDepth == 0 && kDepth % kStepDepth == 0, "sizes nest");
   __host__ __device__ static constexpr int stage_weight_bytes(int rate2) { return kTileRows * kBlockTiles * 16 * rate2; }
   __host__ __device__ static constexpr int shared_bytes(int max_rate2) {
@@ -33,14 +32,11 @@ struct Shape {
   }
 };
 
-// Bytes from the start of a rotated input to the 16 bytes of (row, k32 step, lane column c = 0..3).
-// Layout: [row tile][stage][group of 8 rows][step][lane = row % 8 * 4 + c][16 bytes], so that a stage is one
-// contiguous copy and a B fragment of two MMAs is one 16-byte load a lane, free of bank conflicts.
-__host__ __device__ inline int64_t rotated_offset(int row, int step, int c, int rows, int depth, int k) {
-  const int steps = depth / kStepDepth, stage = step / steps;
-  const int64_t unit = (static_cast<int64_t>(row / rows) * (k / depth) + stage) * (rows / kGroupRows) +
-                       row % rows / kGroupRows;
-  return (unit * steps + step % steps) * kStepBytes + (row % kGroupRows * 4 + c) * 16;
+// Bytes from the start of a rotated input to element (row, k). Layout: [row tile][k/8][row of the tile][k%8] fp16, so
+// that a stage is one contiguous copy, and eight rows of eight k are the 128-byte core matrix that ldmatrix reads
+// without bank conflicts and warpgroup MMA reads as it is.
+__host__ __device__ inline int64_t rotated_offset(int row, int k, int rows, int depth_k) {
+  return ((static_cast<int64_t>(row / rows) * (depth_k / 8) + k / 8) * rows + row % rows) * 16 + k % 8 * 2;
 }
 
 // How units are dealt to thread blocks: block b has units [start(b), start(b + 1)), the first `longer` of them one more.

@@ -26,9 +26,13 @@ __device__ __forceinline__ uint32_t load_shared_32(SharedAddress address) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(address));
   return v;
 }
-__device__ __forceinline__ uint4 load_shared_128(SharedAddress address) {
+// Four 8x8 matrices of fp16; lane l gives the address of the 16-byte row l%8 of matrix l/8 and gets of each matrix the
+// elements 2(l%4)+{0,1} of row l/4: with k along a row, the B fragments of two MMAs.
+__device__ __forceinline__ uint4 load_matrices(SharedAddress row) {
   uint4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(row));
   return v;
 }
 

@@ -20,31 +20,24 @@ __device__ __forceinline__ uint32_t pack_half2(float low, float high) {
 
 constexpr int kRotateWarps = 4;
 
-// One warp a (row, 128-group of k). Grid: (ceil(k/128 / 4), m, shards).
+// One warp a (row, 128-group of k), four neighbouring k a lane. Grid: (ceil(k/128 / 4), m, shards).
 template <class T>
 __global__ void __launch_bounds__(32 * kRotateWarps)
-    rotate_kernel(const __grid_constant__ LinearArgs args, int64_t rotation_bytes, int rows, int depth) {
+    rotate_kernel(const __grid_constant__ LinearArgs args, int64_t rotation_bytes, int rows) {
   const int lane = threadIdx.x % 32, row = blockIdx.y;
-  const int group = blockIdx.x * kRotateWarps + threadIdx.x / 32;
+  const int first = (blockIdx.x * kRotateWarps + threadIdx.x / 32) * kHadamard + lane * 4;
   allow_next_grid();
-  if (group >= args.k / kHadamard) return;
-  const __half* suh = static_cast<const __half*>(args.shard[blockIdx.z].suh) + group * kHadamard;
-
-  // A lane holds the four k of one fragment's two registers: k = 32q + 16h + {2c, 2c+1, 2c+8, 2c+9}.
-  const int q = lane / 8, c = lane / 2 % 4, h = lane % 2, first = 32 * q + 16 * h + 2 * c;
+  if (first >= args.k) return;
+  const __half* suh = static_cast<const __half*>(args.shard[blockIdx.z].suh) + first;
   float scale[4], v[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) scale[i] = __half2float(suh[first + i % 2 + i / 2 * 8]);
+  for (int i = 0; i < 4; ++i) scale[i] = __half2float(suh[i]);
   wait_for_previous_grid();
-  const T* x = static_cast<const T*>(args.x) + row * args.x_stride + group * kHadamard;
+  const T* x = static_cast<const T*>(args.x) + row * args.x_stride + first;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int at = first + i % 2 + i / 2 * 8;
-    v[i] = group * kHadamard + at < args.k_true ? to_float(x[at]) * scale[i] : 0.0f;
-  }
+  for (int i = 0; i < 4; ++i) v[i] = first + i < args.k_true ? to_float(x[i]) * scale[i] : 0.0f;
   hadamard_128(v, lane);
-  unsigned char* out =
-      args.scratch + blockIdx.z * rotation_bytes + rotated_offset(row, group * 4 + q, c, rows, depth, args.k) + h * 8;
+  unsigned char* out = args.scratch + blockIdx.z * rotation_bytes + rotated_offset(row, first, rows, args.k);
   *reinterpret_cast<uint2*>(out) = make_uint2(pack_half2(v[0] * kHadamardScale, v[1] * kHadamardScale),
                                               pack_half2(v[2] * kHadamardScale, v[3] * kHadamardScale));
 }

@@ -1,0 +1,90 @@
+// Warpgroup MMA of SM90: four warps multiply 64 rows of register fragments with x straight from shared memory, in the
+// background. Compiled for sm_90a only; every other target uses mma_m16n8k16. Same fragments, same sums per warp.
+#pragma once
+
+#include "ptx.cuh"
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define EXL3_WARPGROUP 1
+#else
+#define EXL3_WARPGROUP 0
+#endif
+
+namespace exl3 {
+
+// This thread's ordinary writes to shared memory become visible to warpgroup MMA.
+__device__ __forceinline__ void publish_shared() {
+#if EXL3_WARPGROUP
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+#if EXL3_WARPGROUP
+
+// Shared memory as the MMA reads it: 8x8 core matrices of 128 contiguous bytes, `along_k` bytes from one to the next in
+// k and 128 from one to the next in rows of x. No swizzle.
+__device__ __forceinline__ uint64_t matrix_descriptor(SharedAddress x, uint32_t along_k) {
+  return static_cast<uint64_t>(x >> 4) | static_cast<uint64_t>(along_k >> 4) << 16 | static_cast<uint64_t>(128 >> 4) << 32;
+}
+
+// Registers written before are the MMA's to read from here on.
+__device__ __forceinline__ void warpgroup_arrive() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void warpgroup_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void warpgroup_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+#define EXL3_SUM(g) "+f"(d[g][0]), "+f"(d[g][1]), "+f"(d[g][2]), "+f"(d[g][3])
+#define EXL3_SUMS4(g) EXL3_SUM(g), EXL3_SUM(g + 1), EXL3_SUM(g + 2), EXL3_SUM(g + 3)
+
+// d += a * x^T, a this warp's 16x16 of 64x16, x [8 * groups, 16]. d and a are in use until warpgroup_wait.
+__device__ __forceinline__ void warpgroup_mma(float (&d)[1][4], const uint32_t (&a)[4], uint64_t x) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {"
+      "%0, %1, %2, %3}, "
+      "{%4, %5, %6, %7}, %8, 1, 1, 1, 0;"
+      : EXL3_SUM(0)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
+}
+__device__ __forceinline__ void warpgroup_mma(float (&d)[2][4], const uint32_t (&a)[4], uint64_t x) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7}, "
+      "{%8, %9, %10, %11}, %12, 1, 1, 1, 0;"
+      : EXL3_SUM(0), EXL3_SUM(1)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
+}
+__device__ __forceinline__ void warpgroup_mma(float (&d)[4][4], const uint32_t (&a)[4], uint64_t x) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "{%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
+      : EXL3_SUMS4(0)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
+}
+__device__ __forceinline__ void warpgroup_mma(float (&d)[8][4], const uint32_t (&a)[4], uint64_t x) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "{%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
+      : EXL3_SUMS4(0), EXL3_SUMS4(4)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
+}
+__device__ __forceinline__ void warpgroup_mma(float (&d)[16][4], const uint32_t (&a)[4], uint64_t x) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "{%64, %65, %66, %67}, %68, 1, 1, 1, 0;"
+      : EXL3_SUMS4(0), EXL3_SUMS4(4), EXL3_SUMS4(8), EXL3_SUMS4(12)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
+}
+
+#undef EXL3_SUMS4
+#undef EXL3_SUM
+#endif  // EXL3_WARPGROUP
+
+}  // namespace exl3
