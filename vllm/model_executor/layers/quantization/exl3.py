@@ -29,7 +29,7 @@ from .exl3_trellis.moe_method import EXL3MoEMethod
 from .exl3_trellis.placement import Source, split_blocks
 from .exl3_trellis.progress import Progress
 from .exl3_trellis.repository import local_folder, model_contents
-from .exl3_trellis.role import stamp
+from .exl3_trellis.role import DRAFT_PREFIX, stamp
 from .exl3_trellis.scratch import ModelRef
 from .exl3_trellis.safetensors_headers import CheckpointError
 from .exl3_trellis.support import require_supported, split_experts
@@ -135,11 +135,12 @@ class EXL3Config(QuantizationConfig):
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method for one layer: EXL3 where its weights, or some of its merged weights, are stored so."""
+        name = prefix.removeprefix(DRAFT_PREFIX)
         if isinstance(layer, RoutedExperts):
-            return self._experts_method(layer, prefix)
+            return self._experts_method(layer, name)
         if not isinstance(layer, (LinearBase, ParallelLMHead)):
             return None
-        components = self._components(prefix)
+        components = self._components(name)
         if any(source.spec for sources in components for source in sources):
             stamp(layer, prefix, self.model.get())
             self.progress.expect()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,11 +48,31 @@ def weight_patterns(model_config: ModelConfig) -> list[str] | None:
 def model_contents(model: str, revision: str | None) -> Contents:
     """The EXL3 modules of a model, wherever its headers are.
 
+    A draft that shares its target's folder asks again: what was read of a folder is kept until its files change.
+
     Raises:
         CheckpointError: with every fault found.
     """
     folder = local_folder(model, revision)
+    if folder is None:
+        return _read(model, revision, None)
+    return _read_unchanged(model, revision, folder, _state(folder))
 
+
+def _state(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    """Name, time of change and size of every file that `_read` may read."""
+    files = (path for pattern in ("*.json", "*.safetensors") for path in folder.glob(pattern))
+    return tuple(sorted((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in files))
+
+
+@lru_cache(maxsize=2)
+def _read_unchanged(
+    model: str, revision: str | None, folder: Path, state: tuple[tuple[str, int, int], ...]
+) -> Contents:
+    return _read(model, revision, folder)
+
+
+def _read(model: str, revision: str | None, folder: Path | None) -> Contents:
     def read_json(name: str) -> Any:
         if folder is not None and ((folder / name).is_file() or folder == Path(model)):
             return json.loads((folder / name).read_text())

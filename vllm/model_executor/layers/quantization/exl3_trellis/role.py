@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Role = Literal["target", "draft"]
 
+DRAFT_PREFIX = "draft_model."  # vLLM puts it before every name of a draft that is a whole model
 # Tags that vLLM sets around the construction of a draft.
 DRAFT_TAGS = frozenset(
     ("eagle_head", "draft_model", "medusa_head", "dflash_head", "dspark_head", "lilicorr_head", "extract_hidden_states")
