@@ -202,7 +202,7 @@ class _Layer:
                     continue
                 if self.shared and side in module:
                     self.problems.append(f"{key}.{side}: stored for one expert, though the layout is shared_h_v1")
-                mask = sum(1 << SUFFIXES.index(suffix) for suffix in module)
+                mask = sum(1 << SUFFIXES.index(suffix) for suffix in module if not (self.shared and suffix == side))
                 spec, found = self._read(key, {**module, side: shared[side]} if side in shared else module)
                 self.problems += found
                 if spec is None or found:

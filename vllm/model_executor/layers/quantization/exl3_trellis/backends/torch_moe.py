@@ -87,7 +87,7 @@ def run(
     def decoded(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
         for _, shard, index, decode in _modules(query, weights, expert):
             middle = slice(index * query.width, min((index + 1) * query.width, query.intermediate))
-            decode((two[:, middle] if shard == "w2" else one[shard == "w3", middle]).t())
+            decode((two[:, middle] if shard == "w2" else one[int(shard == "w3"), middle]).t())
         return one.flatten(0, 1), two
 
     return _grouped(x, topk_weights, topk_ids, query.experts, decoded, act, query.weight_on_input)
