@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m release`: lock, compose, verify, requirements, venv."""
+"""`python -m release`: lock, compose, verify, requirements, venv; maintenance.py has the rest."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from release import compose, environment, manifest, verify
+from release import compose, environment, maintenance, manifest, verify
 from release.checkout import find_root, written_whole
 from release.dependencies import GROUPS, pip_requirements
 from release.errors import ReleaseError
@@ -72,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     torch_help = "CPU build, public CUDA build, or the first of them that pip's configuration offers (default)"
     venv.add_argument("--torch", choices=environment.TORCH, default="auto", help=torch_help)
     venv.set_defaults(run=lambda root, given: environment.make(root, torch=given.torch))
+    maintenance.add_commands(commands)
     return parser
 
 

@@ -62,6 +62,17 @@ def differences(root: Path, generated: Generated) -> str:
     return "".join(out)
 
 
+def store(root: Path, generated: Generated) -> list[str]:
+    """Writes what differs, and returns its paths."""
+    changed = []
+    for path, text in generated.files.items():
+        file = root / path
+        if not file.is_file() or file.read_text(encoding="utf-8") != text:
+            file.write_text(text, encoding="utf-8")
+            changed.append(path)
+    return changed
+
+
 def read_lock(root: Path) -> Mapping[str, Any]:
     try:
         return tomllib.loads((root / LOCK).read_text(encoding="utf-8"))

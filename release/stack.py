@@ -26,12 +26,19 @@ def read_stack(root: Path, pins: Pins, *, draft: bool = False) -> list[Patch]:
     names = _series(root)
     stack = [patches.parse(name, (root / PATCHES / name).read_bytes()) for name in names]
     for patch in stack:
-        _check_header(pins, patch)
-        for test in () if draft else patch.values("Test"):
-            _check_test(root, f"{PATCHES}/{patch.name}", test)
-        for path in patch.touches:
-            _check_target(root, pins, patch, path)
+        check_patch(root, pins, patch, draft=draft)
     return stack
+
+
+def check_patch(root: Path, pins: Pins, patch: Patch, *, draft: bool = False) -> None:
+    """Raises ReleaseError for a name, a header or a target that the rules do not allow."""
+    if not _NAME.match(patch.name):
+        raise ReleaseError(f"{PATCHES}/{patch.name}: want vllm/AREA-VERB-OBJECT.patch in lower case")
+    _check_header(pins, patch)
+    for test in () if draft else patch.values("Test"):
+        _check_test(root, f"{PATCHES}/{patch.name}", test)
+    for path in patch.touches:
+        _check_target(root, pins, patch, path)
 
 
 def _series(root: Path) -> list[str]:

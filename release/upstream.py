@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -22,11 +21,6 @@ def cache(root: Path, *parts: str) -> Path:
     folder = root.joinpath(".cache", *parts)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def cache_option(root: Path) -> list[str]:
-    """Keeps pip's downloads inside the clone, unless the user has said where they go."""
-    return [] if os.environ.get("PIP_CACHE_DIR") else [f"--cache-dir={cache(root, 'pip')}"]
 
 
 def tool_python(root: Path) -> Path:
@@ -79,7 +73,7 @@ def _download(root: Path, pins: Pins, wheel: UpstreamWheel, path: Path) -> None:
         pip(
             tool_python(root), "download", "--no-deps", "--require-hashes", "--only-binary=:all:",
             "--implementation=cp", f"--abi={abi}", f"--platform={platform}",
-            f"--python-version={pins.pythons[0]}", f"--dest={folder}", f"--requirement={listing}", *cache_option(root),
+            f"--python-version={pins.pythons[0]}", f"--dest={folder}", f"--requirement={listing}",
         )  # fmt: skip
         Path(folder, wheel.file).replace(path)
 
