@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from tests.engine.server import serve
 
 from tests.oracle import Oracle
 from validate.__main__ import main as validate
+from vllm.model_executor.layers.quantization.exl3_trellis.scratch import scratch
 
 GLM = "--family glm4_moe --drafts 1 --seed 3"
 PROMPTS = [[7, 3, 250, 11, 98, 402, 5, 5, 31, 77], [9, 9, 1, 44], [500]]
@@ -161,3 +163,85 @@ def test_reload_takes_the_weights_that_are_there_now(make, speak):
     llm.collective_rpc("reload_weights")
     assert said != expected
     assert continue_prompts(llm) == (expected, taken)
+
+
+def stamped(model: torch.nn.Module) -> dict[str, Any]:
+    """The owners of the EXL3 layers of a model, by name."""
+    return {name: layer.exl3_owner for name, layer in model.named_modules() if hasattr(layer, "exl3_owner")}
+
+
+def test_target_and_draft_are_told_apart(make, speak):
+    _, _, llm = speak(make(f"{GLM} --layout per_expert --tp 2 --rates 3"), 1)
+    target, draft = stamped(target_of(llm)), stamped(draft_of(llm))
+    lent = [name for name in draft if name.endswith("head")]  # the target's, once loaded
+    assert {owner.role for owner in target.values()} == {"target"}
+    assert {owner.role for name, owner in draft.items() if name not in lent} == {"draft"}
+    experts = [next(owner for name, owner in model.items() if name.endswith("experts")) for model in (target, draft)]
+    # One configuration built both, with layers of the same shapes: all that differs is the role.
+    assert experts[0].model is experts[1].model
+    assert experts[0].capacity == experts[1].capacity == llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+    assert scratch(experts[0], "arena", object) is not scratch(experts[1], "arena", object)
+
+
+def test_two_engines_at_once_share_no_scratch(make, speak):
+    folder = make(f"{GLM} --layers 2 --layout per_expert --tp 2 --rates 3")
+    engines = [speak(folder, 1)[2] for _ in range(2)]
+    owners = {id(owner.model) for llm in engines for owner in stamped(target_of(llm)).values()}
+    assert len(owners) == 2
+
+
+HEADS = {
+    "stored as EXL3": ("", None),
+    "unquantized": ("--plain *.shared_head.head", None),
+    "EXL3 beside an unquantized lm_head": ("--plain lm_head", None),
+    "not stored": ("", r"shared_head\.head\."),
+}
+
+
+@pytest.mark.parametrize(("arguments", "missing"), HEADS.values(), ids=HEADS.keys())
+def test_head_of_the_draft(make, speak, arguments, missing):
+    folder = make(f"{GLM} --layers 2 --agreeing {arguments}")
+    if missing:
+        tensors = {name: t for name, t in load_file(folder / "model.safetensors").items() if not re.search(missing, name)}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    said, taken, _ = speak(folder, 2)
+    assert said == said_by_oracle(folder)
+    assert taken > len(PROMPTS) * TOKENS // 10
+
+
+def test_draft_of_a_latent_attention_family(make, speak):
+    folder = make("--family deepseek_v3 --layers 2 --drafts 1 --agreeing --layout shared_h --tp 2 --rates 3,4")
+    said, taken, _ = speak(folder, 2)
+    assert said == said_by_oracle(folder)
+    assert taken > len(PROMPTS) * TOKENS // 10
+
+
+def test_several_mtp_layers(make, speak):
+    folder = make("--family glm4_moe --layers 2 --drafts 2 --agreeing --rates 4 --seed 3")
+    said, taken, llm = speak(folder, 2)
+    assert said == said_by_oracle(folder)
+    assert taken > len(PROMPTS) * TOKENS // 10
+    assert {re.search(r"layers\.(\d+)", name)[1] for name in stamped(draft_of(llm))} == {"2", "3"}
+
+
+def test_ranks_of_a_draft_keep_their_own_slices(make, engine, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # upstream wants a NUMA node for each worker otherwise
+    folder = make(f"{GLM} --layers 2 --layout shared_h --tp 2 --rates 3,4 --agreeing")
+    speculation = {"method": "mtp", "num_speculative_tokens": 2}
+    llm = engine(folder, speculative_config=speculation, disable_log_stats=False, tensor_parallel_size=2)
+    said, taken = continue_prompts(llm)
+    assert said == said_by_oracle(folder)
+    assert taken > len(PROMPTS) * TOKENS // 10
+
+
+@pytest.mark.parametrize("drafts", [0, 2], ids=["alone", "with MTP"])
+def test_unquantized_model_loads_as_before(make, speak, drafts):
+    folder = make(f"{GLM} --layers 2 --plain * --agreeing")
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "quantization_config.json").unlink()
+    said, _, llm = speak(folder, drafts)
+    assert said == said_by_oracle(folder)
+    assert llm.llm_engine.vllm_config.quant_config is None
+    assert stamped(target_of(llm)) == {}
