@@ -1,0 +1,54 @@
+// A CUDA device on the CPU, in as much as the kernels of csrc/exl3 can tell: every thread is a fiber, a warp's
+// instructions wait for all its lanes, blocks run one after the other, and memory that nothing wrote reads as NaN.
+//
+// It does not know time, caches, or blocks that wait for each other. What it adds is malice: two schedules of opposite
+// habits, so that a missing barrier, a copy read too early, a buffer overwritten too soon or a grid that does not wait
+// for the one before gives another answer under one of them, and accesses that a card would refuse are errors.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+
+namespace emulate {
+
+struct Dim {
+  unsigned x = 1, y = 1, z = 1;
+};
+
+// Ends the kernel; the message reaches the caller through exl3_emulator_synchronize().
+[[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
+
+constexpr int kLanes = 32;
+constexpr uint32_t kSharedBase = 0x400;      // where dynamic shared memory begins: an address is not an offset
+constexpr int kDefaultSharedBytes = 48 << 10;
+constexpr int kLargestSharedBytes = 99 << 10;  // the least that any card from SM80 on lets a block ask for (SM86, 89, 120)
+constexpr int kMostThreads = 1024;
+
+// What a warp does together once all its lanes are there: requests holds one lane's operands each.
+using Collective = void (*)(void* const (&requests)[kLanes]);
+void wait_for_warp(Collective what, void* request);
+void wait_for_block();
+void wait_for_grid();
+
+// A lane's asynchronous copies, 16 bytes each.
+void copy_later(uint32_t to, const void* from);
+void commit_copies();
+void finish_copies(int but);
+
+// Checked pointer to `bytes` bytes of dynamic shared memory, whose alignment must be `bytes` too.
+unsigned char* shared_pointer(uint32_t address, uint32_t bytes, const char* what);
+unsigned char* dynamic_shared();  // the block's; memory that nobody may touch follows it
+// The block's static shared memory: the same storage for the same key.
+void* static_shared(int key, size_t bytes);
+template <class T>
+T& block_shared(int key) {
+  return *static_cast<T*>(static_shared(key, sizeof(T)));
+}
+
+// Queues a grid: it runs when somebody synchronizes. One marked `dependent` runs before the grid ahead of it, up to the
+// point where it waits for that; any other waits for all ahead of it first.
+int enqueue(std::function<void()> thread, const void* kernel, Dim grid, Dim block, size_t shared_bytes, bool dependent);
+int allow_shared_bytes(const void* kernel, int bytes);
+
+}  // namespace emulate
