@@ -112,6 +112,7 @@ class EXL3LinearMethod(LinearMethodBase):
             for name, tensor in tensors.items():
                 layer.register_parameter(product.prefix + name, Parameter(tensor, requires_grad=False))
         layer.exl3_products = tuple(product for product, _ in prepared)
+        layer.exl3_whole = _makes_all(layer.exl3_products, layer.exl3_out_width)
         self.on_prepared()
 
     def _prepare(
@@ -136,9 +137,7 @@ class EXL3LinearMethod(LinearMethodBase):
     def apply(self, layer: Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """y[..., out] = x[..., k] through every piece, plus bias."""
         rows = x.reshape(-1, x.shape[-1])
-        y = _only_product(layer, rows)
-        if y is None:
-            y = _assemble(layer, rows)
+        y = layer.exl3_products[0].run(layer, rows) if layer.exl3_whole else _assemble(layer, rows)
         if bias is not None:
             y = y + bias
         return y.view(*x.shape[:-1], layer.exl3_out_width)
@@ -185,18 +184,16 @@ def _query(pieces: tuple[Piece, ...], dtype: torch.dtype, max_rows: int) -> Line
     )
 
 
-def _only_product(layer: Module, x: torch.Tensor) -> torch.Tensor | None:
-    """The layer's output where one product makes all of it, else None."""
-    if len(layer.exl3_products) != 1:
-        return None
-    pieces = layer.exl3_products[0].pieces
-    starts, start = [], 0
-    for piece in pieces:
-        starts.append(start)
-        start += piece.width
-    if start != layer.exl3_out_width or starts != [piece.y_start for piece in pieces]:
-        return None
-    return layer.exl3_products[0].run(layer, x)
+def _makes_all(products: tuple[Product, ...], width: int) -> bool:
+    """Whether one product makes the layer's whole output, its pieces side by side."""
+    if len(products) != 1:
+        return False
+    column = 0
+    for piece in products[0].pieces:
+        if piece.y_start != column:
+            return False
+        column += piece.width
+    return column == width
 
 
 def _assemble(layer: Module, x: torch.Tensor) -> torch.Tensor:
