@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engine.scoring import greedy
 
+from tests.engine.scoring import greedy
 from tests.oracle import Oracle
 from validate.__main__ import main as validate
 from vllm.model_executor.layers.quantization.exl3 import EXL3Config

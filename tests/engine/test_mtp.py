@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.engine.scoring import score
-from tests.engine.server import serve
 
+from tests.engine.server import serve
 from tests.oracle import Oracle
 from validate.__main__ import main as validate
 from vllm.model_executor.layers.quantization.exl3_trellis.scratch import scratch
@@ -138,7 +137,7 @@ def test_acceptance_shows_in_metrics(make, tmp_path):
     assert answer["choices"][0]["token_ids"] == Oracle(folder).greedy(PROMPTS[0], TOKENS)
     values = {}
     for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
-        values[name] = float(re.search(rf"^vllm:spec_decode_{name}_total\S* (\S+)$", metrics, re.M)[1])
+        values[name] = float(re.search(rf"^vllm:spec_decode_{name}_total\S* (\S+)$", metrics, re.MULTILINE)[1])
     assert values["num_draft_tokens"] == 3 * values["num_drafts"]
     assert 0 < values["num_accepted_tokens"] < values["num_draft_tokens"]
     # Every step says what it accepted and one token more.
@@ -179,7 +178,8 @@ def test_target_and_draft_are_told_apart(make, speak):
     experts = [next(owner for name, owner in model.items() if name.endswith("experts")) for model in (target, draft)]
     # One configuration built both, with layers of the same shapes: all that differs is the role.
     assert experts[0].model is experts[1].model
-    assert experts[0].capacity == experts[1].capacity == llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+    rows = llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+    assert experts[0].capacity == experts[1].capacity == rows
     assert scratch(experts[0], "arena", object) is not scratch(experts[1], "arena", object)
 
 
@@ -202,8 +202,9 @@ HEADS = {
 def test_head_of_the_draft(make, speak, arguments, missing):
     folder = make(f"{GLM} --layers 2 --agreeing {arguments}")
     if missing:
-        tensors = {name: t for name, t in load_file(folder / "model.safetensors").items() if not re.search(missing, name)}
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        tensors = load_file(folder / "model.safetensors")
+        kept = {name: tensor for name, tensor in tensors.items() if not re.search(missing, name)}
+        save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     said, taken, _ = speak(folder, 2)
     assert said == said_by_oracle(folder)
     assert taken > len(PROMPTS) * TOKENS // 10

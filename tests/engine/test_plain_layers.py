@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.engine.scoring import greedy
 
+from tests.engine.scoring import greedy
 from tests.oracle import Oracle, dense_weight
 from validate.__main__ import main as validate
 from vllm.model_executor.layers.quantization.exl3 import EXL3Config

@@ -6,6 +6,7 @@ The workers are the GPU's; what they decide here needs none.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,8 @@ def lane_of_draft(config: Any) -> int:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
     runner = object.__new__(GPUModelRunner)
-    try:
+    with suppress(AssertionError, AttributeError, ImportError, RuntimeError, TypeError, ValueError):
         runner.__init__(config, torch.device("cpu"))
-    except (AssertionError, AttributeError, ImportError, RuntimeError, TypeError, ValueError):
-        pass
     return runner._draft_workspace_lane
 
 

@@ -101,7 +101,8 @@ def test_stamp_outlives_the_tag_and_never_changes(building: Any) -> None:
         owner = stamp(layer, "model.layers.0.mlp.down_proj", model)
     assert (owner.role, owner.model, owner.capacity, owner.device) == ("draft", model, 64, "cpu")
     assert layer.exl3_owner is owner
-    with building("backbone"), pytest.raises(ValueError, match=r"stamped .*'draft'.* when it was built, now .*'target'"):
+    changed = r"stamped .*'draft'.* when it was built, now .*'target'"
+    with building("backbone"), pytest.raises(ValueError, match=changed):
         stamp(layer, "model.layers.0.mlp.down_proj", model)
     assert layer.exl3_owner is owner
 
@@ -160,7 +161,9 @@ def test_released_with_the_last_layer() -> None:
     assert not ref.get().held
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))], ids=["copy", "pickle"]
+)
 def test_a_configuration_that_crosses_processes_takes_nothing_along(duplicate: Any) -> None:
     ref = ModelRef()
     model = ref.get()
@@ -175,7 +178,7 @@ def test_threads_get_the_same_resource_made_once() -> None:
 
     def make() -> object:
         made.append(object())
-        threading.Event().wait(0.02)  # time for the others to come in
+        threading.Event().wait(0.05)  # time for the others to come in
         return made[-1]
 
     def run() -> None:

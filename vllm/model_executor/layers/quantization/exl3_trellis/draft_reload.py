@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reload a draft from disk beside its target: after sleeping at level 2 both have lost their weights.
 
-What a draft shares with its target (embedding, head) is reloaded with the target, so the draft's own stored copies of it
+What a draft shares with its target (embedding, head) is reloaded with the target.  The draft's own stored copies of it
 are left out: they may differ in rate, or in value.
 """
 
@@ -38,16 +38,18 @@ def reload_draft(
     config.load_config = get_draft_load_config(config)
     if weights_path is not None and config.model_config.model == worker.model_config.model:
         config.model_config.model, config.model_config.revision = weights_path, None
-    weights = get_model_loader(config.load_config).get_all_weights(config.model_config, draft)
-    own = _without(weights, _shared(draft, worker.get_model()))
+    stream = getattr(get_model_loader(config.load_config), "get_all_weights", None)
+    if stream is None:
+        return  # reloading the target will say that this format cannot
+    own = _without(stream(config.model_config, draft), _shared(draft, worker.get_model()))
     reload_weights(config, draft, own, None, is_checkpoint_format)
 
 
 def _shared(draft: Module, target: Module) -> set[str]:
     """Which of SHARED the draft takes from the target."""
     modules = {id(module) for module in target.modules()}
-    return {name for name in SHARED for path, module in draft.named_modules(remove_duplicate=False)
-            if id(module) in modules and f".{path}".endswith(f".{name}")}
+    lent = [path for path, module in draft.named_modules(remove_duplicate=False) if id(module) in modules]
+    return {name for name in SHARED for path in lent if f".{path}".endswith(f".{name}")}
 
 
 def _without(weights: Iterable[tuple[str, torch.Tensor]], modules: set[str]) -> Iterator[tuple[str, torch.Tensor]]:

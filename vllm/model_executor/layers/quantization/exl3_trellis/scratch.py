@@ -3,9 +3,9 @@
 
     arena = scratch(layer.exl3_owner, "moe decode", lambda: torch.empty(plan.workspace_bytes, ...))
 
-Nothing is global.  A model's layers hold it, and what they share dies with the last of them.  Where vLLM has a workspace
-manager its rules hold: one copy for each of its lanes and microbatches, memory from the pool that sleeping empties, and
-nothing new once it is locked, for captured graphs keep the addresses.
+Nothing is global.  A model's layers hold it, and what they share dies with the last of them.  Where vLLM has a
+workspace manager its rules hold: one copy for each of its lanes and microbatches, memory from the pool that sleeping
+empties, and nothing new once it is locked, for captured graphs keep the addresses.
 Does not know what is stored, nor its size.
 """
 
@@ -86,7 +86,7 @@ def scratch(owner: Owner, name: Hashable, make: Callable[[], T]) -> T:
         if key not in owner.model.held:
             if locked:
                 where = f"{owner.role}, {owner.device}, {owner.capacity} rows, workspace {slot}"
-                raise RuntimeError(f"{name!r} ({where}) was not made before vLLM locked its workspaces: warm it up first")
+                raise RuntimeError(f"{name!r} ({where}) was not made before vLLM locked its workspaces; warm it up")
             with pool():
                 owner.model.held[key] = make()
         return cast(T, owner.model.held[key])
