@@ -93,7 +93,8 @@ class EXL3LinearMethod(LinearMethodBase):
 
     def process_weights_after_loading(self, layer: Module) -> None:
         """Choose a provider for each product and hand it the loaded tensors."""
-        if not any(hasattr(param, "exl3_slots") for param in layer.parameters()):
+        loaded = [name for name, param in layer.named_parameters(recurse=False) if hasattr(param, "exl3_slots")]
+        if loaded in ([], [PLAIN]):
             return  # prepared already, and nothing was loaded since
         if self.dummy:
             make_up(layer)
@@ -105,8 +106,8 @@ class EXL3LinearMethod(LinearMethodBase):
             self._prepare(layer, index, tuple(p for p in quantized if (p.x_start, p.x_width) == span))
             for index, span in enumerate(inputs)
         ]
-        for name, param in list(layer.named_parameters(recurse=False)):
-            if hasattr(param, "exl3_slots") and name != PLAIN:
+        for name in loaded:
+            if name != PLAIN:
                 delattr(layer, name)
         for product, tensors in prepared:
             for name, tensor in tensors.items():
