@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from release import compose, environment, maintenance, manifest, verify
-from release.checkout import find_root, written_whole
+from release.checkout import find_root
 from release.dependencies import GROUPS, pip_requirements
 from release.errors import ReleaseError
 from release.pins import TARGETS
@@ -82,9 +82,7 @@ def _lock(root: Path, options: argparse.Namespace) -> int:
     if options.check:
         print(difference or "manifest.lock and NOTICE are up to date", end="" if difference else "\n")
         return 1 if difference else 0
-    for path, text in generated.files.items():
-        with written_whole(root / path) as stream:
-            stream.write(text.encode())
+    manifest.store(root, generated)
     print("written" if difference else "unchanged", ", ".join(generated.files))
     return 0
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`export` and `import`: the series as a git branch, one commit a patch on upstream's tree, and back.
 
     tag upstream-0.32.0   upstream's files, without compiled libraries

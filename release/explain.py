@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`stack` and `explain`: the series as a reviewer wants to read it."""
 
 from __future__ import annotations
@@ -79,14 +80,14 @@ def explain(root: Path, name: str) -> Iterator[str]:
     position = series.index(patch)
     added, removed = sizes(patch)
     yield f"{patch.name}: {patch.subject}"
-    yield f"number {position + 1} of {len(series)}, +{added} -{removed} lines, made for {', '.join(patch.values('Base'))}"
+    made_for = ", ".join(patch.values("Base"))
+    yield f"number {position + 1} of {len(series)}, +{added} -{removed} lines, made for {made_for}"
     yield from ("", *patch.body, "")
     for trailer, value in patch.trailers:
         yield f"{trailer}: {value}"
     with WheelReader(upstream.obtain(root, pins, "cuda")) as reader:
-        before: dict[str, bytes] = {}
-        for _, before in stack.apply_stack(series[:position], reader.read, reader.__contains__):
-            pass
+        states = [files for _, files in stack.apply_stack(series[:position], reader.read, reader.__contains__)]
+        before = states[-1] if states else {}
         for edit in patch.edits:
             data = before.get(edit.path) or reader.read(edit.path)
             yield from ("", *_hunks(edit, data.split(b"\n")))

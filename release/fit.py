@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a patch's hunks lie in another tree: the question a rebase asks, answered without touching anything.
 
 Composing never fuzzes and never shifts. Fitting looks for the exact lines of a hunk anywhere in the file; where the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands of a maintainer and of a reviewer: rebase, stack, explain, export, import, add, drop."""
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from release import compose, resolve, stack, toml
-from release.checkout import CSRC, OVERLAY, files_of, sha256_of_file
+from release.checkout import CSRC, OVERLAY, files_of, sha256_of_file, written_whole
 from release.compose import Composition
 from release.dependencies import Dependencies, from_table, inputs_hash, project
 from release.errors import ReleaseError
@@ -68,7 +68,8 @@ def store(root: Path, generated: Generated) -> list[str]:
     for path, text in generated.files.items():
         file = root / path
         if not file.is_file() or file.read_text(encoding="utf-8") != text:
-            file.write_text(text, encoding="utf-8")
+            with written_whole(file) as stream:
+                stream.write(text.encode())
             changed.append(path)
     return changed
 

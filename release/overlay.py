@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the overlay takes from upstream by name, held against a tree: the half of a rebase that no patch shows.
 
 Reads source only: a module counts as there if its file is, a name if the file binds it anywhere at its top level
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from release.checkout import OVERLAY, files_of
@@ -35,13 +36,13 @@ def overlay_gaps(root: Path, tree: Tree) -> Iterator[Gap]:
         for node in ast.walk(ast.parse((root / path).read_text(encoding="utf-8"))):
             for module, name in _imports(node):
                 found = _file_of(module, ours | tree.paths)
-                place = {"file": path, "line": getattr(node, "lineno", 0), "module": module, "tree": tree.name}
+                gap = Gap(file=path, line=getattr(node, "lineno", 0), module=module, name="", tree=tree.name)
                 if found is None and not _is_folder(module, ours | tree.paths):
-                    yield Gap(name="", **place)
+                    yield gap
                 elif found in ours or found is None or not name:
                     continue
                 elif name not in _bound(tree.read(found)) and _file_of(f"{module}.{name}", ours | tree.paths) is None:
-                    yield Gap(name=name, **place)
+                    yield replace(gap, name=name)
 
 
 def _imports(node: ast.AST) -> Iterator[tuple[str, str]]:

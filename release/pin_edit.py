@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Changes release/pins.toml for another release of upstream, keeping its comments: it is written by hand."""
 
 from __future__ import annotations

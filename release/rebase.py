@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`rebase --onto VERSION`: how every patch fares on another release of upstream, and the move there.
 
 The report never stops at the first patch that does not fit. Only `--write` changes the checkout, and only when every

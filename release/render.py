@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes a patch in its one form, so that the same change is always the same bytes.
 
 git makes the hunks (Myers, two lines of context, no index lines); the header is taken over as it is.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`add`, `drop` and the writing half of `import`: the series changed in one step, or not at all.
 
 Every change is tried on upstream's tree first, and whatever comes after it is written anew for where its hunks then
@@ -13,11 +14,11 @@ from pathlib import Path
 from release import branch, fit, stack, upstream
 from release import patch as patches
 from release.archive import WheelReader
-from release.checkout import PATCHES
+from release.checkout import PATCHES, written_whole
 from release.errors import ReleaseError
 from release.patch import Patch
-from release.pins import Pins, read_pins
 from release.pin_edit import describe, move_pins
+from release.pins import Pins, read_pins
 from release.rebase import own_bases
 from release.render import header_of, render
 
@@ -82,7 +83,8 @@ def replace_series(root: Path, texts: Mapping[str, bytes]) -> list[str]:
     for name in written:
         path = root / PATCHES / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(texts[name])
+        with written_whole(path) as stream:
+            stream.write(texts[name])
     for path in removed:
         path.unlink()
     series = (head + "".join(f"{name}\n" for name in texts)).encode()
@@ -97,11 +99,12 @@ def _store(
     root: Path, pins: Pins, order: Sequence[Patch], texts: Mapping[str, bytes], bases: Sequence[fit.Base]
 ) -> list[str]:
     """Tries the order on upstream's tree, then writes it, with every patch in its one form."""
+    for patch in order:
+        stack.check_patch(root, pins, patch, draft=True)
     with WheelReader(upstream.obtain(root, pins, "cuda")) as reader:
         tree = fit.Tree(name=pins.upstream_version, paths=frozenset(reader.names()), read=reader.read)
         fits = list(fit.fit_series(order, tree, bases))
     for each in fits:
-        stack.check_patch(root, pins, each.patch)
         if each.status != fit.CLEAN:
             failed = "; ".join(str(hunk) for hunk in each.hunks if hunk.state != fit.CLEAN)
             raise ReleaseError(f"{PATCHES}/{each.patch.name}: {each.status}: {failed}")
