@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import logging
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
-from tests.engine.conftest import SHARED_DATA
-from tests.engine.scoring import greedy, score
-from tests.engine.server import serve
+from safetensors.torch import load_file
 
+from tests.engine.conftest import SHARED_DATA
+from tests.engine.scoring import greedy, score, score_over_http
+from tests.engine.server import serve
 from tests.oracle import Oracle
 from validate.__main__ import main as validate
 
@@ -91,3 +87,46 @@ def test_logprobs_are_those_of_the_decoded_weights(engine, make, family, layout,
     expected = Oracle(folder).logprobs(IDS)
     assert (logprobs - expected[range(len(IDS) - 1), IDS[1:]]).abs().mean() < CLOSE
     assert top == expected[:-1].argmax(dim=-1).tolist()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_example_of_an_independent_writer(engine, ranks):
+    if not MIXED.is_dir():
+        pytest.skip("shared/data is not here")
+    truth = load_file(MIXED / "truth.safetensors")
+    llm = engine(MIXED, tensor_parallel_size=ranks)
+    for text in range(sum(name.startswith("ids") for name in truth)):
+        logprobs, top = score(llm, truth[f"ids{text}"].flatten().tolist())
+        assert (logprobs - truth[f"logprob_next{text}"].flatten()).abs().mean() < CLOSE
+        assert top == truth[f"top1_{text}"].flatten().tolist()[: len(top)]
+
+
+def test_over_http_on_two_ranks(make, tmp_path):
+    folder = make("--family glm4_moe --layout shared_h --rates 3,4 --tp 2")
+    with serve(folder, tmp_path, "--dtype", "float32", "--tensor-parallel-size", "2") as server:
+        logprobs, top = score_over_http(server.post, IDS)
+    expected = Oracle(folder).logprobs(IDS)
+    assert (logprobs - expected[range(len(IDS) - 1), IDS[1:]]).abs().mean() < CLOSE
+    assert top == expected[:-1].argmax(dim=-1).tolist()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_close(engine, make, dtype):
+    folder = make("--family qwen3_moe --layout per_expert --rates 3,4 --tp 2")
+    logprobs, _ = score(engine(folder, dtype=dtype), IDS)
+    assert (logprobs - Oracle(folder).next_logprobs(IDS)).abs().mean() < 0.2
+
+
+@pytest.mark.slow
+def test_compiled(engine, make):
+    """vLLM compiles around the experts, whose routing no compiler can see through."""
+    folder = make("--family qwen3_moe --layout per_expert --rates 3,4 --tp 2")
+    llm = engine(folder, enforce_eager=False)
+    assert (score(llm, IDS)[0] - Oracle(folder).next_logprobs(IDS)).abs().mean() < CLOSE
+    assert greedy(llm, IDS, 6) == Oracle(folder).greedy(IDS, 6)
+
+
+@pytest.mark.slow
+def test_288_experts_and_uneven_tiers(engine, make):
+    folder = make("--family glm4_moe --layout per_expert --rates 3,4 --tp 1 --experts 288 --layers 2")
+    assert (score(engine(folder), IDS)[0] - Oracle(folder).next_logprobs(IDS)).abs().mean() < CLOSE

@@ -10,7 +10,7 @@ from torch.nn import Module
 
 from vllm.model_executor.layers.quantization.exl3_trellis.checkpoint import SUFFIXES
 from vllm.model_executor.layers.quantization.exl3_trellis.codebook import CODEBOOKS, tile_words
-from vllm.model_executor.layers.quantization.exl3_trellis.expert_intake import create_expert_params, expert_slices
+from vllm.model_executor.layers.quantization.exl3_trellis.expert_intake import create_expert_params, take_slices
 from vllm.model_executor.layers.quantization.exl3_trellis.experts import ExpertsSpec, Projection
 from vllm.model_executor.layers.quantization.exl3_trellis.layout import RankSlice
 from vllm.model_executor.layers.quantization.exl3_trellis.plan import Activation, Bank, MoeQuery
@@ -126,4 +126,4 @@ def dense(spec: ExpertsSpec, tensors: Tensors, shard: str, expert: int) -> torch
 
 
 def slices_of(layer: Module, spec: ExpertsSpec, parts: tuple[RankSlice, ...]) -> tuple:
-    return expert_slices(layer, spec, parts)
+    return take_slices(layer, spec, parts)

@@ -65,14 +65,12 @@ def test_every_tensor_lies_where_the_layout_says(shared):
 def test_a_kernel_gets_the_very_storage_that_was_loaded():
     spec = make_spec(MIXED)
     layer, parts = make_layer(spec, 256)  # one rank runs both stored slices
-    loaded = {param.data.untyped_storage().data_ptr() for name, param in params_of(layer) if not name.endswith("mcg")}
+    held = [param.data for name, param in params_of(layer) if not name.endswith("mcg")]
     load(layer, stored_tensors(spec))
     (backend,) = [b for b in backends.moe_candidates() if b.name == "torch"]
     prepared = backend.prepare(backend.plan(query_of(spec, parts), GPU), slices_of(layer, spec, parts))
-    assert {tensor.untyped_storage().data_ptr() for tensor in prepared.values()} == loaded
-    assert sum(tensor.nbytes for tensor in prepared.values()) == sum(
-        param.nbytes for name, param in params_of(layer) if not name.endswith("mcg")
-    )
+    assert sorted(tensor.data_ptr() for tensor in prepared.values()) == sorted(tensor.data_ptr() for tensor in held)
+    assert sum(tensor.nbytes for tensor in prepared.values()) == sum(tensor.nbytes for tensor in held)
 
 
 def test_tensor_parallel_cuts_both_sides_of_the_middle():

@@ -23,9 +23,12 @@ from .safetensors_headers import CheckpointError
 from .slabs import ExpertParam, expert_params
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ExpertSlice:
-    """One slice of every expert of a layer; the order inside is that of `slabs`."""
+    """One slice of every expert of a layer; the order inside is that of `slabs`.
+
+    Whoever prepares a layer holds the only references to its slabs, and lets go of what it has converted.
+    """
 
     w13_trellis: torch.Tensor  # flat i16
     w2_trellis: torch.Tensor  # flat i16
@@ -33,6 +36,11 @@ class ExpertSlice:
     w13_svh: torch.Tensor  # [experts, 2, width] f16, or 1 for 2
     w2_suh: torch.Tensor  # [experts, width] f16
     w2_svh: torch.Tensor  # [experts, k] f16; shared rotations: [k]
+
+    def release(self, matrix: str) -> None:
+        """Drop the tensors of "w13" or "w2"."""
+        for kind in ("trellis", "suh", "svh"):
+            delattr(self, f"{matrix}_{kind}")
 
 
 @dataclass(kw_only=True)
@@ -148,9 +156,14 @@ def make_up_experts(layer: Module, spec: ExpertsSpec) -> None:
             param.data.fill_(inputs**-0.25)  # both sides together keep the scale of the activations
 
 
-def expert_slices(layer: Module, spec: ExpertsSpec, parts: tuple[RankSlice, ...]) -> tuple[ExpertSlice, ...]:
-    """The layer's slabs, as they were loaded: views of its parameters wherever all signs are stored as vectors."""
+def take_slices(layer: Module, spec: ExpertsSpec, parts: tuple[RankSlice, ...]) -> tuple[ExpertSlice, ...]:
+    """The layer's slabs, as they were loaded: its own storage wherever all signs are stored as vectors.
+
+    The layer loses the parameters, so that a slab is freed once its last user lets go; a reload restores them.
+    """
     params = held_params(layer)
+    for held, _ in params:
+        delattr(layer, held.name)
     found = []
     for part in parts:
         mine = [(held, param) for held, param in params if held.part == part]

@@ -211,7 +211,7 @@ class _Layer:
                 if self.container and spec.codebook != "mcg" and "mul1" not in module:
                     self.problems.append(f"{key}.mcg: missing: codebook {spec.codebook}, want mcg")
                 twice = round(2 * spec.rate)
-                if rank not in (None, ranks[0]) and (halves[expert], masks[expert]) != (twice, mask):
+                if halves[expert] and (halves[expert], masks[expert]) != (twice, mask):
                     self.problems.append(f"{key}: rate or tensors differ from those of rank{ranks[0]}")
                 halves[expert], masks[expert] = twice, mask
         return Projection(name=name, halves=bytes(halves), stored=bytes(masks))

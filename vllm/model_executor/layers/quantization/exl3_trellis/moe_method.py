@@ -18,10 +18,10 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from . import backends
 from .expert_intake import (
     create_expert_params,
-    expert_slices,
     held_params,
     make_up_experts,
     require_all_experts,
+    take_slices,
 )
 from .expert_names import HeldExperts
 from .experts import ExpertsSpec
@@ -132,15 +132,15 @@ class EXL3MoEMethod(FusedMoEMethodBase):
         else:
             require_all_experts(layer)
         query: MoeQuery = layer.exl3_query
-        slices = expert_slices(layer, self.spec, layer.exl3_experts.parts)
-        device = Device.of(slices[0].w2_trellis.device)
+        device = Device.of(held_params(layer)[0][1].device)
         forced = None if envs.VLLM_EXL3_BACKEND == "auto" else envs.VLLM_EXL3_BACKEND
         backend = choose(query, device, backends.moe_candidates(), forced)
         if envs.VLLM_EXL3_LOG_PATH_SELECTION:
             logger.info("%s: %s runs %s", layer.layer_name, backend.name, query)
         plan = backend.plan(query, device)
-        prepared = backend.prepare(plan, slices)
-        replace_params(layer, prepared)
+        prepared = backend.prepare(plan, take_slices(layer, self.spec, layer.exl3_experts.parts))
+        for name, tensor in prepared.items():
+            layer.register_parameter(PREPARED + name, Parameter(tensor, requires_grad=False))
         layer.exl3_backend, layer.exl3_plan, layer.exl3_names = backend, plan, tuple(prepared)
         self.on_prepared()
 
@@ -160,14 +160,6 @@ class EXL3MoEMethod(FusedMoEMethodBase):
         """y [m, hidden] of this rank's slices: not reduced over ranks, not scaled; shared experts run outside."""
         prepared = {name: getattr(layer, PREPARED + name) for name in layer.exl3_names}
         return layer.exl3_backend.run(layer.exl3_plan, prepared, x, topk_weights, topk_ids)
-
-
-def replace_params(layer: Module, prepared: dict[str, torch.Tensor]) -> None:
-    """Put prepared tensors in the place of the loaded ones.  Names are the layer's own again: a reload restores the old."""
-    for held, _ in held_params(layer):
-        delattr(layer, held.name)
-    for name, tensor in prepared.items():
-        layer.register_parameter(PREPARED + name, Parameter(tensor, requires_grad=False))
 
 
 def activation_of(layer: RoutedExperts) -> Activation:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from ..expert_intake import ExpertSlice
 from ..plan import Activation, Device, MoeQuery
 from ..reference import decode_dense
-from ..slabs import MATRIX, slabs
+from ..slabs import MATRICES, MATRIX, slabs
 from .torch import DTYPES
 
 name = "torch"
@@ -55,14 +55,17 @@ def prepare(plan: TorchMoePlan, weights: tuple[ExpertSlice, ...]) -> dict[str, t
     empty = {"dtype": DTYPES[query.io_dtype], "device": weights[0].w2_trellis.device}
     w13 = torch.empty(query.experts, into * middle, query.hidden, **empty)
     w2 = torch.empty(query.experts, query.hidden, middle, **empty)
-    for expert, shard, index, decode in _modules(query, weights):
-        first = index * query.width
-        stop = min(first + query.width, middle)
-        if shard == "w2":
-            decode(w2[expert, :, first:stop].t())
-        else:
-            row = middle if shard == "w3" else 0
-            decode(w13[expert, row + first : row + stop].t())
+    for matrix in MATRICES:
+        for expert, shard, index, decode in _modules(query, weights, matrix):
+            first = index * query.width
+            stop = min(first + query.width, middle)
+            if shard == "w2":
+                decode(w2[expert, :, first:stop].t())
+            else:
+                row = middle if shard == "w3" else 0
+                decode(w13[expert, row + first : row + stop].t())
+        for part in weights:
+            part.release(matrix)
     return {"w13": w13, "w2": w2}
 
 
@@ -85,9 +88,10 @@ def run(
     two = torch.empty(query.hidden, query.intermediate, dtype=x.dtype, device=x.device)
 
     def decoded(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-        for _, shard, index, decode in _modules(query, weights, expert):
-            middle = slice(index * query.width, min((index + 1) * query.width, query.intermediate))
-            decode((two[:, middle] if shard == "w2" else one[int(shard == "w3"), middle]).t())
+        for matrix in MATRICES:
+            for _, shard, index, decode in _modules(query, weights, matrix, expert):
+                middle = slice(index * query.width, min((index + 1) * query.width, query.intermediate))
+                decode((two[:, middle] if shard == "w2" else one[int(shard == "w3"), middle]).t())
         return one.flatten(0, 1), two
 
     return _grouped(x, topk_weights, topk_ids, query.experts, decoded, act, query.weight_on_input)
@@ -152,19 +156,18 @@ Decode = Callable[[torch.Tensor], object]
 
 
 def _modules(
-    query: MoeQuery, weights: tuple[ExpertSlice, ...], only: int | None = None
+    query: MoeQuery, weights: tuple[ExpertSlice, ...], matrix: str, only: int | None = None
 ) -> Iterator[tuple[int, str, int, Decode]]:
     """(expert, shard, slice, decode) of every module; `decode(out)` fills [in, out] and cuts what is beyond it."""
     sizes = {shard: query.sizes(shard) for shard in query.banks}
     rates = {shard: bank.rates for shard, bank in query.banks.items()}
     for index, part in enumerate(weights):
-        for matrix in ("w13", "w2"):
-            trellis = getattr(part, f"{matrix}_trellis")
-            for slab in slabs(matrix, rates, sizes):
-                tiles = trellis[slab.start : slab.stop].view(slab.shape)
-                for offset, expert in enumerate(slab.experts):
-                    if only in (None, expert):
-                        yield expert, slab.shard, index, _decoder(query, part, slab.shard, expert, tiles[offset])
+        trellis = getattr(part, f"{matrix}_trellis")
+        for slab in slabs(matrix, rates, sizes):
+            tiles = trellis[slab.start : slab.stop].view(slab.shape)
+            for offset, expert in enumerate(slab.experts):
+                if only in (None, expert):
+                    yield expert, slab.shard, index, _decoder(query, part, slab.shard, expert, tiles[offset])
 
 
 def _decoder(query: MoeQuery, part: ExpertSlice, shard: str, expert: int, trellis: torch.Tensor) -> Decode:
