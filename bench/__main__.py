@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m bench NAME`: run one measurement."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+MEASUREMENTS = {"linear": "dense EXL3 products against exllamav3, bf16 and FP8 on one GPU"}
+
+
+def main() -> int:
+    """Dispatch to the measurement named first; its own options follow."""
+    if len(sys.argv) < 2 or sys.argv[1] not in MEASUREMENTS:
+        print("usage: python -m bench NAME [options]")
+        for name, what in MEASUREMENTS.items():
+            print(f"  {name:10} {what}")
+        return 2
+    return int(importlib.import_module(f"bench.{sys.argv[1]}").main(sys.argv[2:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

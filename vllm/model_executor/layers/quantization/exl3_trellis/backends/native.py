@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Provider `native`: this project's CUDA kernels (csrc/exl3), SM80 and newer, every codebook and rate.
+
+Up to `fused_rows` rows one fused product decodes the trellis into tensor core fragments; above, the weights are decoded
+once to the original basis and the library multiplies.  Fused results do not depend on the batch: the cut of a product
+over thread blocks follows from the layer and the card alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from .. import ops
+from ..layout import trellis_shape
+from ..plan import Device, LinearQuery, self_check
+from ..reference import forward
+from . import LinearWeights
+
+name = "native"
+
+MIN_SM = 80  # mma.sync m16n8k16 and cp.async
+# Four stages of 32 rows at 8 bits: the most shared memory any fused kernel asks for.
+SHARED_BYTES = 98_304
+MAX_SHARDS = 8
+CHUNK_BYTES = 128 << 20  # of dense weights at a time: 8192 x 8192 in one piece, and the library's tiles stay many
+BLOCKS_PER_SM = 2  # what the registers of the fused kernels allow; more blocks would run in a second wave
+
+# Most rows the fused kernels take, by card.  (least SM, rows, the measurement that chose it)
+CROSSOVERS = (
+    (90, 384, "bench linear, one H200, 8192 x 8192, 4 bits: see csrc/exl3/README.md"),
+    (80, 128, "not measured: one row tile of the widest kernel, so that each weight is decoded once"),
+)
+
+ERROR_LIMITS = {"float32": 1e-3, "float16": 1e-3, "bfloat16": 5e-3}  # relative, of the start-up check
+CHECK_ROWS = (1, 12, 24, 48, 80)  # one for each row tile
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativePlan:
+    """Everything a call needs besides tensors."""
+
+    query: LinearQuery
+    shards: tuple[int, ...]  # n, first, width and 2 * rate of each
+    codebook: int
+    splits: int
+    fused_rows: int
+    chunk_columns: int
+    workspace_bytes: int
+
+
+def can_run(query: LinearQuery, device: Device) -> tuple[bool, str]:
+    """SM80 and newer with the extension installed; one codebook and at most eight shards a call."""
+    if device.kind != "cuda":
+        return False, f"runs on CUDA, not on {device.kind}"
+    if device.sm < MIN_SM:
+        return False, f"needs SM{MIN_SM} or newer, this card is SM{device.sm}"
+    if device.smem < SHARED_BYTES:
+        return False, f"needs {SHARED_BYTES} bytes of shared memory a block, this card has {device.smem}"
+    if query.io_dtype not in ERROR_LIMITS:
+        return False, f"activations are {query.io_dtype}, want one of {', '.join(ERROR_LIMITS)}"
+    codebooks = sorted({shard.codebook for shard in query.shards})
+    if len(codebooks) != 1:
+        return False, f"one call has the codebooks {' and '.join(codebooks)}, want one"
+    if len(query.shards) > MAX_SHARDS:
+        return False, f"{len(query.shards)} merged outputs, want at most {MAX_SHARDS}"
+    return ops.load()
+
+
+def plan(query: LinearQuery, device: Device) -> NativePlan:
+    """Cut the product for this card and size its scratch."""
+    shards: list[int] = []
+    for shard in query.shards:
+        shards += (shard.n, shard.first, shard.width, round(2 * shard.rate))
+    splits = splits_for(query, device)
+    rows = next(rows for least, rows, _ in CROSSOVERS if device.sm >= least)
+    fused_rows = query.max_rows if query.io_dtype == "float32" else min(rows, query.max_rows)
+    chunk = max(128, CHUNK_BYTES // (2 * query.width) // 128 * 128)
+    columns = sum(shard.n for shard in query.shards)
+    # More rows may need a smaller tile and less scratch in all, so every count is asked.
+    counts = {min(tile, fused_rows) for tile in ops.ROW_TILES} | {fused_rows}
+    size = max(ops.fused_scratch_bytes(m, query.k, columns, len(query.shards), splits) for m in counts)
+    if query.max_rows > fused_rows:
+        size = max(size, ops.many_rows_scratch_bytes(query.width, shards, chunk))
+    return NativePlan(
+        query=query,
+        shards=tuple(shards),
+        codebook=ops.CODEBOOK_CODES[query.shards[0].codebook],
+        splits=splits,
+        fused_rows=fused_rows,
+        chunk_columns=chunk,
+        workspace_bytes=size,
+    )
+
+
+def splits_for(query: LinearQuery, device: Device) -> int:
+    """Thread blocks of a fused product: all that run at once, but none with less than one unit of 128 x 128 weights."""
+    units = query.k // 128 * sum(shard.n // 128 for shard in query.shards)
+    return min(BLOCKS_PER_SM * device.sms, units)
+
+
+def prepare(plan: NativePlan, weights: LinearWeights) -> dict[str, torch.Tensor]:
+    """The tensors as they are: the kernels read the stored order.  Checks the kernels on this card, once each."""
+    device = weights.trellis.device
+    ops.reserve(device, plan.workspace_bytes)
+    for shard in plan.query.shards:
+        check_kernels(device, shard.codebook, shard.rate, plan.query.io_dtype)
+    return {"trellis": weights.trellis, "suh": weights.suh, "svh": weights.svh}
+
+
+def run(plan: NativePlan, prepared: Mapping[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """y [m, out_width] from x [m, width]."""
+    return ops.linear(
+        x,
+        prepared["trellis"],
+        prepared["suh"],
+        prepared["svh"],
+        plan.query.k,
+        list(plan.shards),
+        plan.codebook,
+        plan.splits,
+        plan.fused_rows,
+        plan.chunk_columns,
+    )
+
+
+@functools.cache
+def check_kernels(device: torch.device, codebook: str, rate: float, io_dtype: str) -> None:
+    """Compare every kernel a layer of this codebook and rate may reach with the reference, on this very card.
+
+    Raises NoBackendError if one disagrees: a card nobody has tested fails loudly.
+    """
+    k, n, width = 384, 256, 380
+    seed = torch.Generator().manual_seed(7)
+    trellis = torch.randint(-(1 << 15), 1 << 15, trellis_shape(k, n, rate), generator=seed).to(torch.int16).to(device)
+    suh = (0.5 + torch.rand(k, generator=seed)).half().to(device)
+    svh = (0.5 + torch.rand(n, generator=seed)).half().to(device)
+    dtype = getattr(torch, io_dtype)
+    rows = torch.randn(max(CHECK_ROWS), width, generator=seed).to(dtype).to(device)
+    want = forward(rows.float(), trellis, suh, svh, codebook)
+    code = ops.CODEBOOK_CODES[codebook]
+    shard = [n, 0, n, round(2 * rate)]
+    for m in CHECK_ROWS:
+        for fused_rows in (m,) if io_dtype == "float32" else (m, 0):
+            y = ops.linear(rows[:m], trellis.view(-1), suh, svh, k, shard, code, 5, fused_rows, 128).float()
+            error = ((y - want[:m]).norm() / want[:m].norm()).item()
+            how = "fused" if fused_rows else "reconstructed"
+            self_check(error, ERROR_LIMITS[io_dtype], f"native: {codebook}, {rate:g} bit, {io_dtype}, {m} rows, {how},")
