@@ -17,7 +17,7 @@ from release.checkout import sha256, sha256_of_file
 from release.dependencies import Dependencies, download_size, pip_requirements
 from release.errors import ReleaseError
 from release.pins import Pins, read_pins
-from release.upstream import cache, cache_option, make_venv, pip, tool_python
+from release.upstream import cache, make_venv, pip, tool_python
 
 TORCH = ("auto", "cpu", "cuda")
 _STAMP = "fork-stamp.json"
@@ -60,10 +60,10 @@ def _choose_torch(root: Path, pins: Pins, dependencies: Dependencies, python_ver
     offered = [name for name in pins.torch_cpu_files if f"-{tag}-{tag}-" in name]
     listing = cache(root, "requirements") / "torch-cpu.txt"
     listing.write_text(pip_requirements(dependencies, ["torch-cpu"]), encoding="utf-8")
-    wheels = cache(root, "wheels")
+    wheels = cache(root, "packages-cpu")
     command = [str(tool_python(root)), "-m", "pip", "download", "--no-deps", "--require-hashes"]
-    command += ["--only-binary=:all:", f"--find-links={wheels}", f"--dest={wheels}", f"--requirement={listing}"]
-    command += ["--disable-pip-version-check", *cache_option(root)]
+    command += ["--only-binary=:all:", f"--dest={wheels}", f"--requirement={listing}"]
+    command += ["--disable-pip-version-check"]
     if offered:
         print(f"asking pip for {offered[0]}", flush=True)
         done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
@@ -92,10 +92,11 @@ def _install_dependencies(
     print(f"installing the locked dependencies, up to {size / 1e6:.0f} MB to download", flush=True)
     stamp.pop("requirements", None)
     _write_stamp(home, stamp)
-    pip(
-        home / "bin" / "python", "install", "--no-deps", "--require-hashes", "--only-binary=:all:",
-        f"--find-links={cache(root, 'wheels')}", f"--requirement={listing}", *cache_option(root),
-    )  # fmt: skip
+    packages = cache(root, f"packages-{torch}")  # one a choice: 2.13.0+cpu also answers to 2.13.0
+    python = home / "bin" / "python"
+    by_hash = ["--no-deps", "--require-hashes", "--only-binary=:all:", f"--requirement={listing}"]
+    pip(python, "download", f"--dest={packages}", *by_hash)
+    pip(python, "install", "--quiet", "--no-compile", "--no-index", f"--find-links={packages}", *by_hash)
     stamp |= {"requirements": sha256(text.encode()), "torch": torch}
     _write_stamp(home, stamp)
 
