@@ -40,6 +40,12 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+# What vLLM merges in most models. A draft's class often says nothing of it, and relies on its target's having said so.
+MERGED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
 SLICE = re.compile(rf"\.slice\.(\d+)\.({'|'.join(SUFFIXES)})$")
 
 
@@ -161,7 +167,8 @@ class EXL3Config(QuantizationConfig):
         if own := self._sources(prefix):
             return [own]
         parent, dot, last = prefix.rpartition(".")
-        merged = [f"{parent}{dot}{name}" for name in self.packed_modules_mapping.get(last, ())]
+        parts = self.packed_modules_mapping.get(last) or MERGED.get(last, ())
+        merged = [f"{parent}{dot}{name}" for name in parts]
         return [self._sources(name) or [Source(module=name, spec=None)] for name in merged]
 
     def _sources(self, name: str) -> list[Source]:
