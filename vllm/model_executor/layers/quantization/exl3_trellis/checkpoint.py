@@ -176,9 +176,10 @@ def storage_disagreements(folder: Path, linears: Mapping[str, LinearSpec]) -> li
 def find_module(linears: Mapping[str, LinearSpec] | Mapping[str, str], name: str) -> str | None:
     """The key of `linears` that the model's module `name` loads from: itself, or the name that checkpoints give it.
 
-    A multimodal wrapper asks for `language_model.lm_head` where the checkpoint stores `lm_head`, and an MTP layer for
-    `model.layers.N.head` where it stores `model.layers.N.shared_head.head`.
+    A multimodal wrapper asks for `language_model.lm_head` where the checkpoint stores `lm_head`.  An MTP layer asks for
+    `model.layers.N.head` where it stores `model.layers.N.shared_head.head`, and may put its block into a `mtp_block`.
     """
     parent, _, last = name.rpartition(".")
-    alias = {"lm_head": "lm_head", "head": f"{parent}.shared_head.head"}.get(last)
-    return next((key for key in (name, alias) if key in linears), None)
+    aliases = [name, name.replace(".mtp_block.", ".")]
+    aliases += {"lm_head": ["lm_head"], "head": [f"{parent}.shared_head.head"]}.get(last, [])
+    return next((key for key in aliases if key in linears), None)
