@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m release`: lock, compose, verify, requirements, venv; maintenance.py has the rest."""
+"""`python -m release`: lock, compose, verify, requirements, venv; maintenance.py and packaging.py have the rest."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from release import compose, environment, maintenance, manifest, verify
+from release import compose, environment, maintenance, manifest, packaging, verify
 from release.checkout import find_root
 from release.dependencies import GROUPS, pip_requirements
 from release.errors import ReleaseError
@@ -73,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     venv.add_argument("--torch", choices=environment.TORCH, default="auto", help=torch_help)
     venv.set_defaults(run=lambda root, given: environment.make(root, torch=given.torch))
     maintenance.add_commands(commands)
+    packaging.add_commands(commands)
     return parser
 
 

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from release.errors import ReleaseError
 
-OVERLAY, PATCHES, CSRC = "vllm", "patches", "csrc"
+OVERLAY, PATCHES, CSRC, DOCKER = "vllm", "patches", "csrc", "docker"
 EXTENSION = "vllm/model_executor/layers/quantization/exl3_trellis/_exl3_C.abi3.so"
 _NEVER_OURS = ("__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", "build")
 _LEFTOVERS = (".pyc", ".pyo", ".so", ".o", ".orig", ".rej", ".swp", ".tmp", "~")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from release import compose, resolve, stack, toml
-from release.checkout import CSRC, OVERLAY, files_of, sha256_of_file, written_whole
+from release.checkout import CSRC, DOCKER, OVERLAY, files_of, sha256_of_file, written_whole
 from release.compose import Composition
 from release.dependencies import Dependencies, from_table, inputs_hash, project
 from release.errors import ReleaseError
@@ -144,8 +144,9 @@ def _table(
             for target, wheel in sorted(pins.wheels.items())
         },
         "patch": patches,
-        "overlay": _hashes(root, OVERLAY),
-        "csrc": _hashes(root, CSRC),
+        "overlay": hashes(root, OVERLAY),
+        "csrc": hashes(root, CSRC),
+        "image": {"base": pins.image_base, "python": pins.image_python, "files": hashes(root, DOCKER)},
         "composed": {target: _composed(compositions[target]) for target in TARGETS},
         "dependencies": dependencies.as_table(),
     }
@@ -157,5 +158,5 @@ def _composed(composition: Composition) -> dict[str, str]:
     return {"version": composition.wheel.version, "file": file, "sha256": wheel_sha256(composition), "tree": tree}
 
 
-def _hashes(root: Path, folder: str) -> dict[str, str]:
+def hashes(root: Path, folder: str) -> dict[str, str]:
     return {path: sha256_of_file(root / path) for path in files_of(root, folder)}

@@ -54,6 +54,9 @@ class Pins:
     tools: tuple[str, ...]
     extra: Mapping[str, tuple[str, ...]]  # target -> requirements besides the composed wheel's
     resolver: str
+    image_name: str
+    image_base: str  # name@digest
+    image_python: str  # the base's, "3.12"
 
 
 def read_pins(root: Path) -> Pins:
@@ -100,4 +103,7 @@ def _pins(raw: Mapping[str, Any]) -> Pins:
         tools=tuple(dependencies["tools"]),
         extra={target: tuple(dependencies[target]) for target in TARGETS},
         resolver=dependencies["resolver"],
+        image_name=raw["image"]["name"],
+        image_base=raw["image"]["base"],
+        image_python=raw["image"]["python"],
     )

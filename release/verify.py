@@ -8,15 +8,19 @@ from pathlib import Path
 
 from release import compose, manifest
 from release.archive import WheelReader
-from release.checkout import EXTENSION, sha256_of_file
+from release.checkout import CSRC, EXTENSION, sha256_of_file
 from release.compose import Composition
 from release.errors import ReleaseError
 
 
 def require_locked(root: Path, composition: Composition) -> None:
-    """Raises ReleaseError unless a composition without extension is the one that the lock describes."""
+    """Raises ReleaseError unless a composition without extension, and the kernels' source, are as the lock has them."""
     target = composition.wheel.target
-    locked = manifest.read_lock(root)["composed"][target]
+    lock = manifest.read_lock(root)
+    locked = lock["composed"][target]
+    if changed := sorted(set(manifest.hashes(root, CSRC).items()) ^ set(lock["csrc"].items())):
+        message = f"{manifest.LOCK}: {changed[0][0]} differs; python -m release lock --check shows what changed"
+        raise ReleaseError(message)
     plain = composition if not _has_extension(composition) else compose.compose(root, target)
     for what, found in (("tree", plain.tree), ("sha256", manifest.wheel_sha256(plain))):
         if found != locked[what]:

@@ -14,7 +14,7 @@ from release.pins import TARGETS, read_pins
 from release.upstream import obtain
 
 ROOT = Path(__file__).resolve().parents[2]
-_PARTS = ("release", "patches", "vllm", "csrc", "tests")
+_PARTS = ("release", "patches", "vllm", "csrc", "docker", "tests")
 _LEAVE = shutil.ignore_patterns("__pycache__", "data")
 
 

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fetch`: everything that an image is built from, gathered by hash into one folder, so that building asks no index.
+
+    build/image/
+      wheels/             every locked Python package, for the Python of the image, and the requirements files for pip
+      upstream/           the upstream wheel
+      build.json          what the image is made of; the labels, and the name of its cache folder
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from release import manifest
+from release.checkout import sha256_of_file
+from release.dependencies import Dependencies, pip_requirements
+from release.errors import ReleaseError
+from release.pins import Pins, read_pins
+from release.upstream import cache, obtain, pip, tool_python
+
+STAGING = "build/image"
+COMPILE_REQUIREMENTS = "docker/compile-requirements.txt"
+# glibc versions up to that of the image's Debian, in the three ways in which wheels name them.
+_PLATFORMS = (
+    *(f"manylinux_2_{minor}_x86_64" for minor in range(36, 4, -1)),
+    "manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64",
+)  # fmt: skip
+
+
+def groups_of(target: str, torch: str) -> list[str]:
+    """Groups of the lock that an image holds. The CPU wheel runs on either build of torch."""
+    return ["cuda"] if target == "cuda" else ["cpu", f"torch-{torch}"]
+
+
+def fetch(root: Path, target: str, python: str, torch: str) -> Iterator[str]:
+    """Fills the folder. Raises ReleaseError for a Python that the lock does not cover, or what no index offers."""
+    pins = read_pins(root)
+    if python not in pins.pythons:
+        raise ReleaseError(f"--python {python}: the lock covers {', '.join(pins.pythons)}")
+    dependencies = manifest.locked_dependencies(root)
+    folder = root / STAGING
+    kept = cache(root, f"image-{target}-{python}")
+    listing = cache(root, "requirements") / f"image-{target}.txt"
+    listing.write_text(pip_requirements(dependencies, groups_of(target, torch)), encoding="utf-8")
+    wanted = {"requirements.txt": listing}
+    wanted |= {"compile-requirements.txt": root / COMPILE_REQUIREMENTS} if target == "cuda" else {}
+    for requirements in wanted.values():
+        _download(root, requirements, kept, python)
+    _only_these(kept, folder / "wheels", _digests(root, dependencies, target, torch))
+    for name, requirements in wanted.items():
+        shutil.copyfile(requirements, folder / "wheels" / name)
+    wheel = obtain(root, pins, target)
+    _only_these(wheel.parent, folder / "upstream", {pins.wheels[target].sha256}, names={wheel.name})
+    record = describe(root, pins, target, python)
+    (folder / "build.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    packages = sorted((folder / "wheels").glob("*.whl"))
+    yield f"{folder}: {len(packages)} packages, {sum(path.stat().st_size for path in packages) / 1e6:.0f} MB"
+
+
+def _download(root: Path, requirements: Path, kept: Path, python: str) -> None:
+    platforms = [f"--platform={platform}" for platform in _PLATFORMS]
+    pip(
+        tool_python(root), "download", "--quiet", "--no-deps", "--require-hashes", "--only-binary=:all:",
+        "--implementation=cp", f"--abi=cp{python.replace('.', '')}", "--abi=abi3", "--abi=none", *platforms,
+        f"--python-version={python}", f"--find-links={kept}", f"--dest={kept}", f"--requirement={requirements}",
+    )  # fmt: skip
+
+
+def _digests(root: Path, dependencies: Dependencies, target: str, torch: str) -> set[str]:
+    lines = {line for group in groups_of(target, torch) for line in dependencies.groups[group]}
+    digests = {file.sha256 for line in lines for file in dependencies.files[line.split(" ", 1)[0]]}
+    if target == "cuda":
+        words = (root / COMPILE_REQUIREMENTS).read_text(encoding="utf-8").split()
+        digests |= {word.removeprefix("--hash=sha256:") for word in words if word.startswith("--hash=")}
+    return digests
+
+
+def _only_these(source: Path, folder: Path, digests: set[str], names: set[str] | None = None) -> None:
+    """Links files of `source` that have one of the hashes into `folder`, and leaves nothing else there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for path in sorted(source.iterdir()):
+        if (names is None or path.name in names) and path.is_file() and sha256_of_file(path) in digests:
+            try:
+                os.link(path.resolve(), folder / path.name)
+            except OSError:  # another file system
+                shutil.copyfile(path, folder / path.name)
+
+
+def describe(root: Path, pins: Pins, target: str, python: str) -> dict[str, Any]:
+    """What an image of this checkout is made of. `build`, of one lock and one target, names its cache folder."""
+    lock = manifest.read_lock(root)
+    digest = sha256_of_file(root / manifest.LOCK)
+    return {
+        "build": f"{lock['composed'][target]['version']}-{digest[:12]}",
+        "version": lock["composed"][target]["version"],
+        "target": target,
+        "python": python,
+        "torch": pins.torch_version,
+        "upstream": lock["upstream"]["version"],
+        "upstream_commit": lock["upstream"]["commit"],
+        "lock_sha256": digest,
+        "tree": lock["composed"][target]["tree"],
+        "dependencies": lock["dependencies"]["digest"],
+    }
