@@ -10,6 +10,8 @@ import sys
 COMMANDS: dict[str, tuple[str, str]] = {
     "make-checkpoint": ("make_checkpoint", "write a synthetic EXL3 checkpoint of any layout"),
     "check-checkpoint": ("check_checkpoint", "audit a checkpoint from its headers alone"),
+    "preflight": ("preflight", "can this machine serve that checkpoint"),
+    "launch": ("launch", "preset and variables to vllm serve, as the images do it"),
 }
 
 

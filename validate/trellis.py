@@ -19,7 +19,7 @@ PACKAGE = "exl3_trellis"
 PLACE = Path("model_executor", "layers", "quantization", PACKAGE)
 
 
-def _folder() -> Path:
+def folder() -> Path:
     """The package's folder; ImportError says where it was looked for."""
     places = [Path(__file__).resolve().parents[1] / "vllm"]
     spec = importlib.util.find_spec("vllm")
@@ -33,12 +33,12 @@ def _folder() -> Path:
 def load(module: str) -> ModuleType:
     """The module `module` of the format's package."""
     if PACKAGE not in sys.modules:
-        folder = _folder()
+        package_folder = folder()
         spec = importlib.util.spec_from_file_location(
-            PACKAGE, folder / "__init__.py", submodule_search_locations=[str(folder)]
+            PACKAGE, package_folder / "__init__.py", submodule_search_locations=[str(package_folder)]
         )
         if spec is None or spec.loader is None:
-            raise ImportError(f"{folder}: not loadable as a package")
+            raise ImportError(f"{package_folder}: not loadable as a package")
         sys.modules[PACKAGE] = package = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(package)
     return importlib.import_module(f"{PACKAGE}.{module}")

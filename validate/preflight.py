@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m validate preflight DIR`: can this machine serve that checkpoint? Answered in seconds, before any load.
+
+Looks at headers, at /proc and at what nvidia-smi says; imports neither torch nor vLLM. Reports everything at once.
+Does not know what a deployment's KV cache needs: vLLM measures that once the weights are in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from . import check_checkpoint, machine
+from .machine import Machine
+
+GIB = 1 << 30
+SHM_PER_RANK = GIB // 4  # NCCL's and vLLM's queues between ranks; Docker's 64 MiB fails at two
+DRIVER = (580, 65)  # of CUDA 13.0, which torch's wheels are built with
+CAPABILITY = (8, 0)
+# Sparse latent attention has kernels for these compute capabilities only; upstream falls over after the load.
+SPARSE_ARCHITECTURES = ("GlmMoeDsaForCausalLM", "DeepseekV32ForCausalLM")
+SPARSE_CAPABILITIES = (9, 10, 12)
+
+
+def problems(
+    folder: Path, *, tp: int, found: Machine, environment: Mapping[str, str], cache: Path | None, port: int | None
+) -> list[str]:
+    """Everything that would stop this checkpoint on this machine, one message each; empty where nothing would."""
+    told = [*_environment(environment), *_cache(cache), *_port(port), *_shm(found, tp)]
+    audit, faults = _checkpoint(folder, tp)
+    told += faults
+    told += _gpus(found, tp, audit) if found.target == "cuda" else []
+    if audit is not None and not faults:
+        told += _memory(found, tp, audit)
+    return told
+
+
+def _environment(environment: Mapping[str, str]) -> Iterator[str]:
+    yield from machine.knob_problems(environment)
+    port = environment.get("VLLM_PORT", "")
+    if port and not port.isdecimal():
+        why = "Kubernetes sets it for a service named vllm; give the service another name"
+        yield f"VLLM_PORT={port}: want a number. {why}"
+    for path in environment.get("LD_LIBRARY_PATH", "").split(":"):
+        if "compat" in Path(path).parts:
+            yield f"LD_LIBRARY_PATH: {path} hides the driver's own libcuda behind an older one; take it out"
+
+
+def _cache(cache: Path | None) -> Iterator[str]:
+    if cache is None:
+        return
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        probe = cache / f".write-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        who = f"user {os.getuid()}:{os.getgid()}"
+        yield f"cache {cache}: {error.strerror} for {who}; want a folder it may write (CACHE_DIR, RUN_AS)"
+
+
+def _port(port: int | None) -> Iterator[str]:
+    if port is None:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: TIME_WAIT is not busy
+        try:
+            probe.bind(("0.0.0.0", port))
+        except OSError as error:
+            yield f"port {port}: {error.strerror}; stop what listens there, or choose another"
+
+
+def _shm(found: Machine, tp: int) -> Iterator[str]:
+    want = tp * SHM_PER_RANK
+    if tp > 1 and found.shm_bytes < want:
+        have = f"{found.shm_bytes / (1 << 20):.0f} MiB"
+        yield f"/dev/shm: {have}, want {want / (1 << 20):.0f} MiB for {tp} ranks (SHM_SIZE, or docker run --shm-size)"
+
+
+def _checkpoint(folder: Path, tp: int) -> tuple[check_checkpoint.Audit | None, list[str]]:
+    if not folder.is_dir():
+        return None, [f"model {folder}: no such folder; want one with an EXL3 checkpoint (MODEL_DIR)"]
+    if not (folder / "config.json").is_file():
+        inside = ", ".join(sorted(path.name for path in folder.iterdir())[:4]) or "nothing"
+        wanted = "want a folder with an EXL3 checkpoint (MODEL_DIR)"
+        return None, [f"model {folder}: no config.json, found {inside}; {wanted}"]
+    audit = check_checkpoint.Audit(folder, tp)
+    faults = [f"model {fault}" for fault in audit.faults]
+    text = audit.config.get("text_config") or {}
+    heads = audit.config.get("num_attention_heads") or text.get("num_attention_heads")
+    if isinstance(heads, int) and heads % tp:
+        sizes = ", ".join(map(str, audit.legal_tp())) or "none"
+        faults.append(f"tensor parallel size {tp}: {heads} attention heads; this model takes {sizes} (TP)")
+    return audit, faults
+
+
+def _gpus(found: Machine, tp: int, audit: check_checkpoint.Audit | None) -> Iterator[str]:
+    if not found.gpus:
+        yield f"no GPU: {found.gpu_error}; want {tp} (docker/compose.gpu.yaml hands them over)"
+        return
+    if tp > len(found.gpus):
+        yield f"tensor parallel size {tp}: {len(found.gpus)} GPUs are visible (TP)"
+    driver = found.gpus[0].driver
+    if driver < DRIVER:
+        yield f"driver {'.'.join(map(str, driver))}: want {'.'.join(map(str, DRIVER))} or newer, for CUDA 13"
+    for gpu in found.gpus:
+        if gpu.capability < CAPABILITY:
+            have, want = (".".join(map(str, pair)) for pair in (gpu.capability, CAPABILITY))
+            yield f"GPU {gpu.index} ({gpu.name}): compute capability {have}, want {want} or newer"
+    sparse = set(audit.config.get("architectures") or ()) & set(SPARSE_ARCHITECTURES) if audit else set()
+    for name in sorted(sparse):
+        for gpu in found.gpus:
+            if gpu.capability[0] not in SPARSE_CAPABILITIES:
+                have = ".".join(map(str, gpu.capability))
+                yield f"GPU {gpu.index} ({gpu.name}): compute capability {have} has no sparse attention for {name}"
+
+
+def _memory(found: Machine, tp: int, audit: check_checkpoint.Audit) -> Iterator[str]:
+    """Weights only. On a GPU they stay as stored; a CPU decodes them to two bytes each."""
+    if found.target == "cpu":
+        want = machine.decoded_bytes(audit)
+        if found.free_bytes < want:
+            yield f"memory: {found.free_bytes / GIB:.1f} GiB free, the decoded weights take {want / GIB:.1f} GiB"
+        return
+    held = audit.rank_bytes()
+    want = held["experts"] + held["other_tensors_of_all_ranks"] // tp
+    for gpu in found.gpus[:tp]:
+        if gpu.free_bytes < want:
+            have = f"{gpu.free_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB free"
+            yield f"GPU {gpu.index} ({gpu.name}): {have}, the weights of a rank take {want / GIB:.1f} GiB"
+
+
+def report(told: Sequence[str]) -> str:
+    """One message with everything."""
+    if not told:
+        return "preflight: nothing stands in the way"
+    return "\n".join([f"preflight: {len(told)} {'thing' if len(told) == 1 else 'things'} to put right", *(
+        f"  * {line}" for line in told
+    )])  # fmt: skip
+
+
+def main(arguments: list[str]) -> int:
+    """Checks one checkpoint against this machine. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m validate preflight", description=__doc__)
+    parser.add_argument("folder", type=Path, help="the checkpoint")
+    parser.add_argument("--tp", type=int, default=1, help="tensor parallel size")
+    parser.add_argument("--target", choices=("cpu", "cuda"), default="cuda", help="where it is to run")
+    parser.add_argument("--port", type=int, help="also check that this port is free")
+    given = parser.parse_args(arguments)
+    if given.tp < 1:
+        parser.error(f"--tp {given.tp}, want 1 or more")
+    found = machine.look(given.target)
+    told = problems(given.folder, tp=given.tp, found=found, environment=os.environ, cache=None, port=given.port)
+    print(report(told), file=sys.stderr if told else sys.stdout)
+    return 1 if told else 0
