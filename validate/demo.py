@@ -103,16 +103,17 @@ def serving(model: Path, port: int, log: Path) -> Iterator[subprocess.Popen[byte
 
 
 def stop(server: subprocess.Popen[bytes]) -> None:
-    """SIGTERM to the server, which stops its engine; what is left of its group after a while is killed."""
+    """SIGTERM to the server, which stops its engine; after a while, or at a second ^C, what is left of them is killed."""
     if server.poll() is None:
         server.terminate()
     try:
         server.wait(STOP_LIMIT)
     except subprocess.TimeoutExpired:
         print(f"the server did not stop in {STOP_LIMIT} s, killing it", flush=True)
-    with suppress(ProcessLookupError):
-        os.killpg(server.pid, signal.SIGKILL)
-    server.wait()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
 
 
 def wait_until_ready(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
