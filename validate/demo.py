@@ -103,7 +103,7 @@ def serving(model: Path, port: int, log: Path) -> Iterator[subprocess.Popen[byte
 
 
 def stop(server: subprocess.Popen[bytes]) -> None:
-    """SIGTERM to the server, which stops its engine; after a while, or at a second ^C, what is left of them is killed."""
+    """SIGTERM to the server, which stops its engine; after a while, or at a second ^C, what is left is killed."""
     if server.poll() is None:
         server.terminate()
     try:
