@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m validate launch`: preset and variables to `vllm serve`, after a preflight; what the images start with.
 
-Variables: PRESET, MODEL, TP, DCP, MAX_MODEL_LEN, GPU_MEMORY_UTILIZATION, KV_CACHE_DTYPE, SERVED_MODEL_NAME, 
-MTP_TOKENS, ENABLE_MTP, LISTEN_PORT, LISTEN_HOST. DRY_RUN=1 prints what would run. Arguments after `--` go to vllm serve as they are.
+Variables: PRESET, MODEL, TP, DCP, MAX_MODEL_LEN, GPU_MEMORY_UTILIZATION, KV_CACHE_DTYPE, SERVED_MODEL_NAME,
+MTP_TOKENS, ENABLE_MTP, LISTEN_PORT, LISTEN_HOST. DRY_RUN=1 prints what would run. Arguments after `--` go to vllm serve
+as they are.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from . import deployment, machine, preflight
 from .deployment import Deployment, DeploymentError
@@ -50,6 +51,7 @@ def main(arguments: list[str]) -> int:
         print("launch: no vllm beside this Python nor on PATH", file=sys.stderr)
         return 1
     _replace(program, plan)
+    return 0  # not reached: this process is the server by then
 
 
 def _build(home: Path) -> dict[str, Any]:
@@ -68,7 +70,7 @@ def _program(plan: Deployment) -> str | None:
     return shutil.which("vllm", path=f"{Path(sys.executable).parent}:{plan.environment.get('PATH', '')}")
 
 
-def _replace(program: str, plan: Deployment) -> NoReturn:
+def _replace(program: str, plan: Deployment) -> None:
     """exec, so that signals reach vLLM itself."""
     for name in deployment.CACHES:
         Path(plan.environment[name]).mkdir(parents=True, exist_ok=True)

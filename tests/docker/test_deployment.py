@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Preset and variables to one command, without a container."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from validate import deployment
+from validate.deployment import DeploymentError, resolve
+
+ROOT = Path(__file__).resolve().parents[2]
+PRESETS = ROOT / "docker/presets"
+CPU = {"target": "cpu", "build": "0.32.0+exl3.1.cpu-0123"}
+GLM = "glm-5.2-exl3"
+
+
+def options(*extra: str, build: dict[str, str] | None = None, **environment: str) -> dict[str, str]:
+    """option -> value of the command that the variables make; a flag's value is empty."""
+    command = resolve(environment, extra, PRESETS, build or {}).command()
+    assert command[:2] == ["vllm", "serve"]
+    found, last = {}, ""
+    for word in command[3:]:
+        if word.startswith("--"):
+            last = word
+            found[last] = ""
+        else:
+            found[last] = word
+    return found
+
+
+def test_nothing_set_serves_the_mounted_checkpoint() -> None:
+    plan = resolve({}, [], PRESETS, {})
+    assert plan.command() == shlex.split("vllm serve /model --host 0.0.0.0 --port 8000 --quantization exl3")
+
+
+def test_the_cpu_image_compiles_nothing() -> None:
+    assert "--enforce-eager" in options(build=CPU)
+    assert "--enforce-eager" not in options()
+
+
+SET = {
+    "TP": ("2", "--tensor-parallel-size"),
+    "DCP": ("4", "--decode-context-parallel-size"),
+    "MAX_MODEL_LEN": ("128k", "--max-model-len"),
+    "GPU_MEMORY_UTILIZATION": ("0.9", "--gpu-memory-utilization"),
+    "KV_CACHE_DTYPE": ("fp8_e4m3", "--kv-cache-dtype"),
+    "SERVED_MODEL_NAME": ("glm", "--served-model-name"),
+}
+
+
+@pytest.mark.parametrize("name", SET)
+def test_a_variable_wins_over_the_preset_and_blank_means_unset(name: str) -> None:
+    value, option = SET[name]
+    assert options(PRESET=GLM, **{name: value})[option] == value
+    assert options(PRESET=GLM, **{name: " "}) == options(PRESET=GLM)
+
+
+def test_every_variable_is_tested() -> None:
+    assert {variable.name for variable in deployment.VARIABLES} == set(SET)
+
+
+MTP = {
+    "preset": ({"PRESET": GLM}, 3),
+    "changed": ({"PRESET": GLM, "MTP_TOKENS": "5"}, 5),
+    "zero": ({"PRESET": GLM, "MTP_TOKENS": "0"}, None),
+    "off": ({"PRESET": GLM, "ENABLE_MTP": "0"}, None),
+    "off wins": ({"PRESET": GLM, "ENABLE_MTP": "0", "MTP_TOKENS": "2"}, None),
+    "asked for": ({"MTP_TOKENS": "2"}, 2),
+    "not asked for": ({}, None),
+}
+
+
+@pytest.mark.parametrize("case", MTP)
+def test_drafting(case: str) -> None:
+    environment, tokens = MTP[case]
+    found = options(**environment).get("--speculative-config")
+    wanted = None if tokens is None else {"method": "mtp", "num_speculative_tokens": tokens}
+    assert (json.loads(found) if found else None) == wanted
+
+
+def test_everything_wrong_is_told_at_once() -> None:
+    environment = {
+        "PRESET": "none", "TP": "0", "DCP": "x", "MAX_MODEL_LEN": "long", "GPU_MEMORY_UTILIZATION": "1.5",
+        "KV_CACHE_DTYPE": "f p", "SERVED_MODEL_NAME": "a b", "MTP_TOKENS": "ten", "ENABLE_MTP": "yes",
+        "LISTEN_PORT": "0",
+    }  # fmt: skip
+    with pytest.raises(DeploymentError) as error:
+        resolve(environment, [], PRESETS, {})
+    assert error.value.problems == [
+        "PRESET=none: want one of generic, glm-5.2-exl3",
+        "TP=0: want a number of GPUs, 1 or more",
+        "DCP=x: want a number, 1 or more",
+        "MAX_MODEL_LEN=long: want a number of tokens, say 131072 or 128k, or auto",
+        "GPU_MEMORY_UTILIZATION=1.5: want a fraction of the memory, above 0 and at most 1",
+        "KV_CACHE_DTYPE=f p: want a name, say fp8",
+        "SERVED_MODEL_NAME=a b: want one word",
+        "ENABLE_MTP=yes: want 0 or 1",
+        "MTP_TOKENS=ten: want 0 to 9",
+        "LISTEN_PORT=0: want a port, 1 to 65535",
+    ]
+
+
+@pytest.mark.parametrize(
+    "extra, size", [((), 4), (("-tp", "2"), 2), (("--tensor-parallel-size=8",), 8), (("--seed", "1"), 4)]
+)
+def test_the_command_line_has_the_last_word_on_ranks(extra: tuple[str, ...], size: int) -> None:
+    assert resolve({"PRESET": GLM}, extra, PRESETS, {}).tensor_parallel_size == size
+
+
+def test_caches_lie_below_one_folder_of_the_build() -> None:
+    plan = resolve({"EXL3_CACHE": "/cache", "HOME": "/nowhere"}, [], PRESETS, CPU)
+    assert {plan.environment[name] for name in deployment.CACHES} == {
+        f"/cache/{CPU['build']}/{folder}" for folder in deployment.CACHES.values()
+    }
+    assert plan.environment["HF_HOME"] == "/cache/huggingface"
+    assert plan.environment["VLLM_ENGINE_READY_TIMEOUT_S"] == "5400"
+
+
+def test_dry_run_shows_no_secret() -> None:
+    environment = os.environ | {"DRY_RUN": "1", "VLLM_API_KEY": "sesame", "HF_TOKEN": "open", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "validate", "launch", "--home", str(ROOT / "docker"), "--", "--seed", "7"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("vllm serve /model ")
+    assert done.stdout.splitlines()[0].endswith(" --seed 7")
+    assert "VLLM_API_KEY=(set, not shown)" in done.stdout.splitlines()
+    assert "sesame" not in done.stdout + done.stderr
+    assert "HF_TOKEN=open" not in done.stdout
+
+
+@pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS.glob("*.toml")))
+def test_upstream_knows_every_option_of_a_preset(preset: str) -> None:
+    """Parsed by the fork's own parser; what an option does is not its to say."""
+    from vllm.entrypoints.cli.serve import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser())
+    found = parser.parse_args(resolve({"PRESET": preset}, [], PRESETS, {}).command()[2:])
+    assert found.quantization == "exl3"
+
+
+@pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS.glob("*.toml")))
+def test_upstream_has_the_parsers_that_a_preset_names(preset: str) -> None:
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    plan = resolve({"PRESET": preset}, [], PRESETS, {})
+    if name := plan.options.get("tool-call-parser"):
+        assert ToolParserManager.get_tool_parser(name)
+    if name := plan.options.get("reasoning-parser"):
+        assert ReasoningParserManager.get_reasoning_parser(name)
+
+
+def test_compose_hands_every_variable_through() -> None:
+    """And nothing that nobody reads."""
+    from vllm import exl3_envs
+
+    text = (ROOT / "docker/compose.yaml").read_text()
+    passed = set(re.findall(r"^      ([A-Z_0-9]+):", text.split("environment:")[1], re.MULTILINE))
+    read = {variable.name for variable in deployment.VARIABLES} | set(deployment.OTHERS)
+    read |= {knob.name for knob in exl3_envs.KNOBS}
+    assert read - passed == {"MODEL", "EXL3_CACHE", "HF_TOKEN"}  # the container's own, and a hub is not mounted
+    assert passed <= read

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands in the way, for machines given as data and checkpoints that are really there."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from validate import machine, preflight
+from validate.__main__ import main
+from validate.machine import Gpu, Machine
+
+ROOT = Path(__file__).resolve().parents[2]
+GIB = 1 << 30
+BLACKWELL = Gpu(
+    index=0, name="RTX PRO 6000", capability=(12, 0), total_bytes=96 * GIB, free_bytes=94 * GIB, driver=(580, 95, 5)
+)
+BOX = Machine(
+    target="cuda", free_bytes=500 * GIB, shm_bytes=32 * GIB, gpus=tuple(replace(BLACKWELL, index=i) for i in range(4))
+)
+PC = Machine(target="cpu", free_bytes=8 * GIB, shm_bytes=GIB)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint") / "dense"
+    assert main(["make-checkpoint", "dense", str(folder), "--seed", "0"]) == 0
+    return folder
+
+
+def told(folder: Path, found: Machine = BOX, tp: int = 1, **environment: str) -> list[str]:
+    return preflight.problems(folder, tp=tp, found=found, environment=environment, cache=None, port=None)
+
+
+def test_nothing_in_the_way(checkpoint: Path) -> None:
+    assert told(checkpoint) == []
+    assert told(checkpoint, PC) == []
+    assert told(checkpoint, tp=2) == []
+
+
+def with_gpu(**changes: object) -> Machine:
+    return replace(BOX, gpus=(replace(BLACKWELL, **changes), *BOX.gpus[1:]))
+
+
+MACHINES: dict[str, tuple[Machine, int, str]] = {
+    "no GPU": (
+        replace(BOX, gpus=(), gpu_error="nvidia-smi lists none"), 1,
+        "no GPU: nvidia-smi lists none; want 1 (docker/compose.gpu.yaml hands them over)",
+    ),
+    "too few": (replace(BOX, gpus=BOX.gpus[:1]), 2, "tensor parallel size 2: 1 GPUs are visible (TP)"),
+    "old driver": (with_gpu(driver=(550, 54, 15)), 1, "driver 550.54.15: want 580.65 or newer, for CUDA 13"),
+    "old card": (
+        with_gpu(capability=(7, 5), name="T4"), 1, "GPU 0 (T4): compute capability 7.5, want 8.0 or newer",
+    ),
+    "full card": (
+        with_gpu(free_bytes=0), 1, "GPU 0 (RTX PRO 6000): 0.0 of 96.0 GiB free, the weights of a rank take 0.0 GiB",
+    ),
+    "little memory": (replace(PC, free_bytes=0), 1, "memory: 0.0 GiB free, the decoded weights take 0.0 GiB"),
+    "Docker's /dev/shm": (
+        replace(BOX, shm_bytes=64 << 20), 2,
+        "/dev/shm: 64 MiB, want 512 MiB for 2 ranks (SHM_SIZE, or docker run --shm-size)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MACHINES)
+def test_machine(checkpoint: Path, case: str) -> None:
+    found, tp, message = MACHINES[case]
+    assert told(checkpoint, found, tp) == [message]
+
+
+def test_docker_s_own_shm_is_enough_for_one_rank(checkpoint: Path) -> None:
+    assert told(checkpoint, replace(BOX, shm_bytes=64 << 20)) == []
+
+
+ENVIRONMENTS = {
+    "knob": ({"VLLM_EXL3_PREFILL_CHUNK": "many"}, "VLLM_EXL3_PREFILL_CHUNK=many: want "),
+    "service": ({"VLLM_PORT": "tcp://10.0.0.1:8000"}, "VLLM_PORT=tcp://10.0.0.1:8000: want a number. Kubernetes sets"),
+    "compat": (
+        {"LD_LIBRARY_PATH": "/usr/lib:/usr/local/cuda/compat"},
+        "LD_LIBRARY_PATH: /usr/local/cuda/compat hides the driver's own libcuda",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ENVIRONMENTS)
+def test_environment(checkpoint: Path, case: str) -> None:
+    environment, message = ENVIRONMENTS[case]
+    [found] = told(checkpoint, **environment)
+    assert found.startswith(message)
+
+
+def test_blank_knobs_are_unset(checkpoint: Path) -> None:
+    assert told(checkpoint, VLLM_EXL3_PREFILL_CHUNK="", VLLM_PORT="", LD_LIBRARY_PATH="") == []
+
+
+def test_wrong_number_of_ranks(checkpoint: Path) -> None:
+    heads = json.loads((checkpoint / "config.json").read_text())["num_attention_heads"]
+    found = told(checkpoint, tp=3)
+    assert f"tensor parallel size 3: {heads} attention heads; this model takes 1" in found[-1]
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    missing = tmp_path / "none"
+    assert told(missing) == [f"model {missing}: no such folder; want one with an EXL3 checkpoint (MODEL_DIR)"]
+    (tmp_path / "photo.jpg").touch()
+    wanted = "want a folder with an EXL3 checkpoint (MODEL_DIR)"
+    assert told(tmp_path) == [f"model {tmp_path}: no config.json, found photo.jpg; {wanted}"]
+
+
+def test_another_kind_of_checkpoint(tmp_path: Path, checkpoint: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "num_attention_heads": 8}')
+    header = b'{"a.weight":{"dtype":"F16","shape":[1],"data_offsets":[0,2]}}'
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0")
+    assert told(tmp_path) == [f"model {tmp_path}: no tensor named *.trellis is there"]
+
+
+def test_sparse_attention_needs_a_card_that_has_it(tmp_path: Path, checkpoint: Path) -> None:
+    for path in checkpoint.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    config = json.loads((checkpoint / "config.json").read_text()) | {"architectures": ["GlmMoeDsaForCausalLM"]}
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert told(tmp_path) == []
+    ada = replace(BOX, gpus=(replace(BLACKWELL, name="L40S", capability=(8, 9)),))
+    wanted = "GPU 0 (L40S): compute capability 8.9 has no sparse attention for GlmMoeDsaForCausalLM"
+    assert told(tmp_path, ada) == [wanted]
+
+
+def test_busy_port(checkpoint: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        number = taken.getsockname()[1]
+        [found] = preflight.problems(checkpoint, tp=1, found=BOX, environment={}, cache=None, port=number)
+    assert found == f"port {number}: Address already in use; stop what listens there, or choose another"
+
+
+def test_cache_that_cannot_be_written(checkpoint: Path) -> None:
+    """Below /proc not even root may make a folder."""
+    cache = Path("/proc/cache")
+    [found] = preflight.problems(checkpoint, tp=1, found=BOX, environment={}, cache=cache, port=None)
+    assert found.startswith(f"cache {cache}: ")
+    assert found.endswith(f"for user {os.getuid()}:{os.getgid()}; want a folder it may write (CACHE_DIR, RUN_AS)")
+
+
+def test_nvidia_smi_s_rows() -> None:
+    rows = "0, NVIDIA H200, 9.0, 143771, 143150, 580.95.05\n1, NVIDIA T4, 7.5, 15360, 15000, 535.1\n"
+    first, second = machine.read_gpus(rows)
+    assert (first.name, first.capability, first.driver) == ("NVIDIA H200", (9, 0), (580, 95, 5))
+    assert (first.total_bytes, second.free_bytes) == (143771 << 20, 15000 << 20)
+    assert second.capability == (7, 5)
+
+
+def test_the_command_tells_everything_in_one_message(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "validate", "preflight", str(tmp_path / "none"), "--target", "cpu"]
+    environment = os.environ | {"VLLM_PORT": "tcp://x:1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    lines = done.stderr.splitlines()
+    assert lines[0] == "preflight: 2 things to put right"
+    assert [line[:4] for line in lines[1:]] == ["  * ", "  * "]
+
+
+def test_it_needs_neither_torch_nor_vllm(checkpoint: Path) -> None:
+    code = "import sys; sys.modules['torch'] = None; from validate.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "preflight", str(checkpoint), "--target", "cpu"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "preflight: nothing stands in the way\n"), done.stderr
