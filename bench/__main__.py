@@ -6,7 +6,10 @@ from __future__ import annotations
 import importlib
 import sys
 
-MEASUREMENTS = {"linear": "dense EXL3 products against exllamav3, bf16 and FP8 on one GPU"}
+MEASUREMENTS = {
+    "decode": "decode speed of a whole engine against bf16 and exllamav3 on one GPU",
+    "linear": "dense EXL3 products against exllamav3, bf16 and FP8 on one GPU",
+}
 
 
 def main() -> int:

@@ -134,6 +134,16 @@ def test_hub_id_in_the_local_cache_is_served_like_a_folder(engine, make, tmp_pat
     assert greedy(llm, IDS, 4) == Oracle(folder).greedy(IDS, 4)
 
 
+def test_chosen_provider_is_named_with_the_reasons_against_others(engine, make, caplog_vllm):
+    from vllm.model_executor.layers.quantization.exl3_trellis import plan
+
+    plan._say.cache_clear()
+    engine(make(""))
+    said = [record.getMessage() for record in caplog_vllm.records if "EXL3: provider" in record.getMessage()]
+    why = "runs on CUDA, not on cpu"
+    assert said == [f"EXL3: provider torch for linear layers; not native: {why}; not exllamav3: {why}"]
+
+
 def test_dummy_weights_need_only_the_headers(engine, make):
     llm = engine(make(""), load_format="dummy")
     assert len(greedy(llm, IDS, 4)) == 4

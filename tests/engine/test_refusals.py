@@ -156,6 +156,14 @@ def test_option_is_refused(engine, checkpoint, options, message):
         engine(checkpoint, **options)
 
 
+def test_variables_that_contradict_each_other_are_refused(engine, checkpoint, monkeypatch):
+    monkeypatch.setenv("VLLM_EXL3_FUSED", "0")
+    monkeypatch.setenv("VLLM_EXL3_BACKEND", "native")
+    message = "VLLM_EXL3_FUSED=0 with VLLM_EXL3_BACKEND=native: want one of the two unset"
+    with pytest.raises(Exception, match=re.escape(message)):
+        engine(checkpoint)
+
+
 def _refused_over_cli(folder: Path, where: Path, message: str, *options: str) -> None:
     code, log, seconds = serve_and_fail(folder, where, *options)
     assert code != 0

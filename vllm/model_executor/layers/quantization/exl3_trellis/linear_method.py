@@ -35,7 +35,7 @@ logger = init_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """One call of a provider: the pieces of a layer that multiply the same inputs."""
+    """One call of a provider: the pieces of a layer that multiply the same inputs and share a codebook."""
 
     pieces: tuple[Piece, ...]
     backend: backends.Backend
@@ -101,11 +101,10 @@ class EXL3LinearMethod(LinearMethodBase):
         else:
             require_complete(layer)
         quantized = [piece for piece in layer.exl3_pieces if piece.source.spec is not None]
-        inputs = sorted({(piece.x_start, piece.x_width) for piece in quantized})
-        prepared = [
-            self._prepare(layer, index, tuple(p for p in quantized if (p.x_start, p.x_width) == span))
-            for index, span in enumerate(inputs)
-        ]
+        products: dict[tuple[int, int, str], list[Piece]] = {}
+        for piece in quantized:
+            products.setdefault((piece.x_start, piece.x_width, piece.source.spec.codebook), []).append(piece)
+        prepared = [self._prepare(layer, index, tuple(group)) for index, group in enumerate(products.values())]
         for name in loaded:
             if name != PLAIN:
                 delattr(layer, name)
@@ -127,7 +126,7 @@ class EXL3LinearMethod(LinearMethodBase):
         )
         device = Device.of(weights.trellis.device)
         forced = None if envs.VLLM_EXL3_BACKEND == "auto" else envs.VLLM_EXL3_BACKEND
-        backend = choose(query, device, backends.candidates(), forced)
+        backend = choose(query, device, backends.candidates(query.fused), forced)
         if envs.VLLM_EXL3_LOG_PATH_SELECTION:
             logger.info("%s: %s runs %s", layer.prefix, backend.name, query)
         plan = backend.plan(query, device)
@@ -182,6 +181,7 @@ def _query(pieces: tuple[Piece, ...], dtype: torch.dtype, max_rows: int) -> Line
         shards=shards,
         io_dtype=str(dtype).removeprefix("torch."),
         max_rows=max_rows,
+        fused=envs.VLLM_EXL3_FUSED,
     )
 
 

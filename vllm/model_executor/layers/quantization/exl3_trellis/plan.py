@@ -6,6 +6,8 @@ computes.  Providers live in `backends/`, one module each, in the order `auto` t
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
 
 
 Provider = TypeVar("Provider", bound="Backend | MoeBackend")
+
+
+logger = logging.getLogger("vllm.exl3")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +74,7 @@ class LinearQuery:
     shards: tuple[Shard, ...]  # outputs side by side; several where vLLM merges projections
     io_dtype: str  # "float16", "bfloat16" or "float32": activations and outputs
     max_rows: int  # the most rows one call may bring
+    fused: bool = True  # False: the parity path, exllamav3's kernels or decoded weights and a plain product
 
     @property
     def out_width(self) -> int:
@@ -107,8 +113,8 @@ class Bank:
 class MoeQuery:
     """What a layer's routed experts ask of a provider: y = sum over a row's experts of weight * down(act(gate, up)).
 
-    Every expert is `slices` slices of `width` channels in the middle, whose outputs are summed: each has Hadamard blocks of
-    its own.  One slice where the checkpoint is not cut by rank.
+    Every expert is `slices` slices of `width` channels in the middle, whose outputs are summed: each has Hadamard blocks
+    of its own.  One slice where the checkpoint is not cut by rank.
     """
 
     k: int  # channels of the hidden side, a multiple of 128
@@ -176,16 +182,24 @@ def choose(query: Query, device: Device, candidates: tuple[Provider, ...], force
         NoBackendError: none can; the message holds each one's reason.
     """
     refusals = []
-    for backend in candidates:
-        if forced is not None and backend.name != forced:
+    for provider in candidates:
+        if forced is not None and provider.name != forced:
             continue
-        ok, why = backend.can_run(query, device)
+        ok, why = provider.can_run(query, device)
         if ok:
-            return backend
-        refusals.append(f"{backend.name}: {why}")
-    names = ", ".join(backend.name for backend in candidates)
+            _say(type(query).__name__, provider.name, tuple(refusals))
+            return provider
+        refusals.append(f"{provider.name}: {why}")
+    names = ", ".join(provider.name for provider in candidates)
     reasons = "; ".join(refusals) or f"{forced!r} is not one of {names}"
     raise NoBackendError(f"no EXL3 kernel for {query} on {device}: {reasons}")
+
+
+@functools.cache
+def _say(kind: str, chosen: str, refusals: tuple[str, ...]) -> None:
+    """Log a choice the first time that it is made for these reasons."""
+    layers = kind.removesuffix("Query").lower()
+    logger.info("EXL3: provider %s for %s layers%s", chosen, layers, "".join(f"; not {why}" for why in refusals))
 
 
 def self_check(error: float, limit: float, what: str) -> None:
@@ -197,7 +211,8 @@ def self_check(error: float, limit: float, what: str) -> None:
         what: provider and query, for the message.
     """
     if math.isnan(error) or error > limit:
-        raise NoBackendError(f"{what} disagrees with the reference: relative error {error:.2e}, at most {limit:.0e} allowed")
+        found = f"relative error {error:.2e}, at most {limit:.0e} allowed"
+        raise NoBackendError(f"{what} disagrees with the reference: {found}")
 
 
 Query = LinearQuery | MoeQuery

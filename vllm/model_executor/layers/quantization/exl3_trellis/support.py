@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import vllm.envs as envs
+
 from .slabs import legal_tp, tp_refusal
 
 if TYPE_CHECKING:
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
 
     from .experts import ExpertsSpec
 
+FUSED_BACKENDS = ("native", "b12x")  # what VLLM_EXL3_FUSED=0 turns off
 # Formats that stream the checkpoint's own tensors. The others store weights of another kind, or vLLM's own state.
 GPU_LOAD_FORMATS = ("fastsafetensors", "instanttensor")
 LOAD_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "dummy")
@@ -30,6 +33,8 @@ def require_supported(vllm_config: VllmConfig) -> None:
         refused.append("--enable-lora: adapters are not supported on EXL3 layers")
     if _offloads(vllm_config):
         refused.append("CPU offloading of weights: EXL3 layers keep theirs on the device")
+    if not envs.VLLM_EXL3_FUSED and envs.VLLM_EXL3_BACKEND in FUSED_BACKENDS:
+        refused.append(f"VLLM_EXL3_FUSED=0 with VLLM_EXL3_BACKEND={envs.VLLM_EXL3_BACKEND}: want one of the two unset")
     parallel = vllm_config.parallel_config
     if parallel.enable_expert_parallel or parallel.enable_eplb:
         flag = "--enable-eplb" if parallel.enable_eplb else "--enable-expert-parallel"

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearWeights:
-    """The tensors of a linear layer's shards, end to end in the order of `query.shards`, on the device that runs them."""
+    """The tensors of a linear layer's shards, end to end in the order of `query.shards`, on the device to run them."""
 
     trellis: torch.Tensor  # [sum of k/16 * n/16 * 16*rate] i16: each shard's [k/16, n/16, 16*rate], flattened
     suh: torch.Tensor  # [shards * k] f16
@@ -77,11 +77,13 @@ class MoeBackend(Protocol):
         """
 
 
-def candidates() -> tuple[Backend, ...]:
-    """Every provider, in the order `auto` tries them."""
+def candidates(fused: bool = True) -> tuple[Backend, ...]:
+    """Every provider, in the order `auto` tries them; with `fused` off, exllamav3's own kernels come first."""
+    from . import exllamav3, native
     from . import torch as torch_backend
 
-    return tuple(cast(Backend, module) for module in (torch_backend,))
+    kernels = (native, exllamav3) if fused else (exllamav3, native)
+    return tuple(cast(Backend, module) for module in (*kernels, torch_backend))
 
 
 def moe_candidates() -> tuple[MoeBackend, ...]:

@@ -77,12 +77,16 @@ def plan(query: LinearQuery, device: Device) -> NativePlan:
         shards += (shard.n, shard.first, shard.width, round(2 * shard.rate))
     splits = splits_for(query, device)
     rows = next(rows for least, rows, _ in CROSSOVERS if device.sm >= least)
-    fused_rows = query.max_rows if query.io_dtype == "float32" else min(rows, query.max_rows)
+    if query.io_dtype == "float32":  # the library multiplies 16-bit types here
+        rows = query.max_rows
+    elif not query.fused:
+        rows = 0
+    fused_rows = min(rows, query.max_rows)
     chunk = max(128, CHUNK_BYTES // (2 * query.width) // 128 * 128)
     columns = sum(shard.n for shard in query.shards)
     # More rows may need a smaller tile and less scratch in all, so every count is asked.
-    counts = {min(tile, fused_rows) for tile in ops.ROW_TILES} | {fused_rows}
-    size = max(ops.fused_scratch_bytes(m, query.k, columns, len(query.shards), splits) for m in counts)
+    counts = {min(tile, fused_rows) for tile in (*ops.ROW_TILES, fused_rows)} if fused_rows else set()
+    size = max((ops.fused_scratch_bytes(m, query.k, columns, len(query.shards), splits) for m in counts), default=0)
     if query.max_rows > fused_rows:
         size = max(size, ops.many_rows_scratch_bytes(query.width, shards, chunk))
     return NativePlan(

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode speed of a whole engine on one GPU: EXL3 by our kernels, by exllamav3's, and the same model in bf16.
+
+Each variant runs in a process of its own, one after the other, with graphs on (exllamav3's kernels cannot be captured,
+so theirs is eager).  The bf16 peer has the model's shapes and made-up weights: speed does not depend on their values.
+Prints tokens a second and the ratios; writes results/decode-<card>-<model>.json beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+MARK = "BENCH-DECODE "  # begins the line of a variant's process that holds its figures
+WARM_UPS = 2
+PROMPT = list(range(5, 37))  # token ids; what they mean does not matter
+
+
+def main(argv: list[str]) -> int:
+    """Measure every variant, print, write."""
+    options = parse(argv)
+    if options.variant:
+        print(MARK + json.dumps(measure(options)), flush=True)
+        return 0
+    figures: dict[str, Any] = {}
+    for variant in options.variants:
+        with variant_of(options.model, variant) as (model, env):
+            figures[variant] = run_variant(options, variant, model, env)
+        said = figures[variant].get("tokens_per_second", figures[variant].get("error"))
+        print(f"{variant:10} {said}", flush=True)
+    report(options, figures)
+    return 0 if "tokens_per_second" in figures.get("exl3", {}) else 1
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m bench decode", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("model", type=Path, help="folder of an EXL3 checkpoint")
+    parser.add_argument("--batches", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8])
+    parser.add_argument("--tokens", type=int, default=128, help="decoded a request (%(default)s)")
+    parser.add_argument("--variants", type=lambda text: text.split(","), default=["exl3", "bf16", "exllamav3"])
+    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for the result")
+    parser.add_argument("--variant", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+@contextmanager
+def variant_of(model: Path, variant: str) -> Iterator[tuple[Path, dict[str, str]]]:
+    """Folder and environment of a variant; the bf16 one is a config without quantization."""
+    if variant != "bf16":
+        yield model, {"VLLM_EXL3_BACKEND": "exllamav3"} if variant == "exllamav3" else {}
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        for path in model.glob("*.json"):
+            if path.name != "quantization_config.json" and "index" not in path.name:
+                (Path(folder) / path.name).write_bytes(path.read_bytes())
+        config = json.loads((model / "config.json").read_text())
+        config.pop("quantization_config", None)
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        yield Path(folder), {}
+
+
+def run_variant(options: argparse.Namespace, variant: str, model: Path, env: dict[str, str]) -> dict[str, Any]:
+    """One engine in a process of its own; its figures, or the end of its log."""
+    command = [sys.executable, "-m", "bench", "decode", str(model), "--variant", variant]
+    command += ["--batches", ",".join(map(str, options.batches)), "--tokens", str(options.tokens)]
+    done = subprocess.run(
+        command, cwd=HERE.parent, env=os.environ | env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        check=False,
+    )
+    for line in done.stdout.splitlines():
+        if line.startswith(MARK):
+            return dict(json.loads(line.removeprefix(MARK)))
+    return {"error": done.stdout[-1500:]}
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Tokens a second of decoding, by batch: time from the first token to the last, prefill left out."""
+    import torch
+
+    from vllm import LLM, SamplingParams
+
+    began = time.perf_counter()
+    llm = LLM(
+        str(options.model), dtype="bfloat16", max_model_len=1024, max_num_seqs=max(options.batches), seed=0,
+        gpu_memory_utilization=0.5, enable_prefix_caching=False, skip_tokenizer_init=True,
+        enforce_eager=options.variant == "exllamav3", load_format="dummy" if options.variant == "bf16" else "auto",
+    )
+    start_seconds = time.perf_counter() - began
+    speeds = {}
+    for batch in options.batches:
+        prompts = [{"prompt_token_ids": PROMPT} for _ in range(batch)]
+
+        def seconds(tokens: int, prompts: list[dict[str, list[int]]] = prompts) -> float:
+            params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+            began = time.perf_counter()
+            llm.generate(prompts, params, use_tqdm=False)
+            return time.perf_counter() - began
+
+        for _ in range(WARM_UPS):
+            seconds(8)
+        times = sorted(seconds(options.tokens + 1) - seconds(1) for _ in range(3))
+        speeds[str(batch)] = round(batch * options.tokens / times[1], 1)
+    return {
+        "tokens_per_second": speeds,
+        "start_seconds": round(start_seconds, 1),
+        "card": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+    }
+
+
+def report(options: argparse.Namespace, figures: dict[str, Any]) -> None:
+    """Print the ratios and write the file."""
+    ours = figures.get("exl3", {}).get("tokens_per_second", {})
+    for variant, entry in figures.items():
+        theirs = entry.get("tokens_per_second", {})
+        entry["exl3_is_times_faster"] = {
+            batch: round(speed / theirs[batch], 2) for batch, speed in ours.items() if theirs.get(batch)
+        }
+        if variant != "exl3" and theirs:
+            print(f"exl3 / {variant}: " + ", ".join(f"{r} at {b}" for b, r in entry["exl3_is_times_faster"].items()))
+    card = next((entry["card"] for entry in figures.values() if "card" in entry), "unknown")
+    options.out.mkdir(parents=True, exist_ok=True)
+    name = re.sub("[^a-z0-9]+", "-", f"decode-{card}-{options.model.name}".lower())
+    path = options.out / f"{name}.json"
+    shown = {"card": card, "model": options.model.name, "tokens": options.tokens, "variants": figures}
+    path.write_text(json.dumps(shown, indent=1) + "\n")
+    print(f"wrote {path}")
