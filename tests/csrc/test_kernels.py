@@ -11,19 +11,17 @@ import re
 import pytest
 import torch
 
-from tests.csrc import device, emulation
-from tests.csrc.device import Arena, enqueue_linear, error, linear, random_shard, random_x, same_bytes
+from tests.csrc import calls
+from tests.csrc.calls import enqueue_linear, linear
+from tests.csrc.emulation import load
+from tests.csrc.memory import Arena
+from tests.csrc.shards import error, random_shard, random_x, same_bytes
 from vllm.model_executor.layers.quantization.exl3_trellis.codebook import CODEBOOKS
 from vllm.model_executor.layers.quantization.exl3_trellis.reference import decode_rotated, hadamard
 
 FORMATS = [(name, rate) for name, book in CODEBOOKS.items() for rate in book.rates]
 EXACT = 5e-5
 ROUNDED = {torch.float16: 5e-4, torch.bfloat16: 3e-3, torch.float32: EXACT}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _library():
-    emulation.load()
 
 
 @pytest.mark.parametrize("book, rate", FORMATS)
@@ -34,6 +32,13 @@ def test_a_row_is_right_and_the_same_in_every_batch(book, rate):
     assert error(whole, shard.product(x)) < EXACT
     for m in (1, 8, 9, 17, 33):
         assert same_bytes(linear(x[-m:], [shard]), whole[-m:])
+
+
+@pytest.mark.parametrize("book, rate", FORMATS)
+def test_warpgroups_give_the_same_bytes(book, rate):
+    shard, x = random_shard(256, 256, rate, book), random_x(65, 256)
+    for m in (17, 33, 65):
+        assert same_bytes(linear(x[-m:], [shard], target="warpgroup"), linear(x[-m:], [shard]))
 
 
 @pytest.mark.parametrize("splits", [1, 2, 4, 5, 8, 9, 100])
@@ -68,12 +73,12 @@ MERGED = [
 ]
 
 
-@pytest.mark.parametrize("m", [2, 33])
+@pytest.mark.parametrize("m, target", [(2, "warp"), (33, "warp"), (33, "warpgroup")])
 @pytest.mark.parametrize("splits", [1, 3, 7])
-def test_merged_projections(m, splits):
+def test_merged_projections(m, target, splits):
     """Shards of other rates, signs and widths in one launch, with runs of work that cross their borders."""
     x = random_x(m, 256)
-    y = linear(x, MERGED, splits=splits)
+    y = linear(x, MERGED, splits=splits, target=target)
     parts = y.split([shard.width for shard in MERGED], dim=1)
     for shard, part in zip(MERGED, parts, strict=True):
         assert error(part, shard.product(x)) < EXACT
@@ -89,10 +94,10 @@ def test_dependent_launches_wait_for_what_they_read(m):
         hidden, y = arena.empty((m, 256), torch.float16), arena.empty((m, 128), torch.float32)
         scratch = enqueue_linear(arena, hidden, x, [first], splits=3, dependent=True)
         enqueue_linear(arena, y, hidden, [second], splits=3, dependent=True, scratch=scratch)
-        emulation.synchronize()
+        load("warp").synchronize()
         return torch.cat((hidden.float(), y), dim=1)
 
-    hidden, y = device.under_both_schedules(call).split([256, 128], dim=1)
+    hidden, y = calls.under_both_schedules(call).split([256, 128], dim=1)
     assert same_bytes(hidden, linear(x, [first], dtype=torch.float16).float())
     assert error(y, second.product(hidden)) < EXACT
 
@@ -103,7 +108,7 @@ def test_reconstruct_is_exact(book, rate):
     shard = random_shard(80, 256, rate, book)
     want = decode_rotated(shard.trellis, book)
     for dtype in (torch.float16, torch.bfloat16):
-        got = device.reconstruct(shard, dtype)
+        got = calls.reconstruct(shard, dtype)
         assert same_bytes(got, want.to(dtype))
 
 
@@ -113,7 +118,7 @@ def test_reconstruct_original(dtype, k, first_block, columns, pad):
     """Some columns of the matrix before rotation, its rows cut and apart."""
     for book, rate in (("3inst", 4), ("mcg", 3), ("mul1", 1.5)):
         shard = random_shard(-(-k // 128) * 128, 384, rate, book)
-        got = device.reconstruct_original(shard, dtype, k, first_block, columns, pad)
+        got = calls.reconstruct_original(shard, dtype, k, first_block, columns, pad)
         want = shard.matrix()[:k, 128 * first_block : 128 * first_block + columns]
         assert error(got, want) < ROUNDED[dtype]
 
@@ -125,7 +130,7 @@ def test_hadamard(x_type, y_type, signs):
     """640 channels leave a warp of the last block without work."""
     x = random_x(3, 600, x_type)
     pre, post = (torch.randn(640, generator=torch.Generator().manual_seed(seed)).half() for seed in (1, 2))
-    got = device.hadamard_rows(x, pre if signs[0] else None, post if signs[1] else None, 640, 630, y_type)
+    got = calls.hadamard_rows(x, pre if signs[0] else None, post if signs[1] else None, 640, 630, y_type)
     wide = torch.nn.functional.pad(x.double(), (0, 40)) * (pre.double() if signs[0] else 1)
     want = (hadamard(wide) * (post.double() if signs[1] else 1))[:, :630]
     assert error(got, want) < ROUNDED[y_type]
@@ -167,7 +172,7 @@ REFUSALS = [
 
 @pytest.mark.parametrize("change, message", REFUSALS)
 def test_operators_refuse(change, message):
-    torch.ops.exl3.linear(**GOOD)
-    emulation.synchronize()
+    load("warp").ops.linear(**GOOD)
+    load("warp").synchronize()
     with pytest.raises(RuntimeError, match=re.escape(f"exl3: {message}")):
-        torch.ops.exl3.linear(**GOOD | change)
+        load("warp").ops.linear(**GOOD | change)

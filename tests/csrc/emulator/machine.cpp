@@ -73,6 +73,8 @@ struct Fiber {
   void* request = nullptr;
   std::vector<Copy> copies;
   int group = 0;  // of the copies not yet committed
+  std::vector<uint32_t> unpublished;
+  std::shared_ptr<void> local;
 };
 
 struct Block {
@@ -80,6 +82,7 @@ struct Block {
   std::vector<Fiber> fibers;
   unsigned char* shared;  // dynamic
   size_t shared_bytes;
+  std::vector<unsigned char> published;
   std::map<int, std::vector<unsigned char>> statics;  // each with kBorder bytes of kBorderFill after it
   size_t static_bytes = 0;
   int running = -1;
@@ -113,7 +116,7 @@ std::string fault;           // first one since the last synchronization
 std::vector<Grid> queue;
 std::vector<Memory> memories;  // one a grid in the queue
 std::map<const void*, int> allowed_shared;
-bool backward = false, early_copies = false;
+bool backward = false, early_copies = false, blocking = false;
 
 Fiber& self() { return block->fibers[block->running]; }
 
@@ -195,6 +198,7 @@ void run_block(const Grid& work, size_t grid, const Memory& memory) {
   mine.shared_bytes = work.shared_bytes;
   mine.shared = memory.shared_end - (work.shared_bytes + 15) / 16 * 16;
   std::memset(mine.shared, kPoison, work.shared_bytes);
+  mine.published.assign(work.shared_bytes, kPoison);
   mine.fibers.resize(threads);
   for (int thread = 0; thread < threads; ++thread) start(mine.fibers[thread], memory.stacks + thread * kStackBytes);
   for (;;) {
@@ -271,6 +275,7 @@ void run_queue() {
 
 void perform(const Copy& copy) {
   std::memcpy(shared_pointer(copy.to, 16, "cp.async"), copy.from, 16);
+  self().unpublished.push_back(copy.to);
 }
 
 }  // namespace
@@ -319,6 +324,19 @@ unsigned char* shared_pointer(uint32_t address, uint32_t bytes, const char* what
   return block->shared + offset;
 }
 
+void publish_copies() {
+  for (const uint32_t address : self().unpublished)
+    std::memcpy(published_pointer(address, 16, "cp.async"), shared_pointer(address, 16, "cp.async"), 16);
+  self().unpublished.clear();
+}
+
+unsigned char* published_pointer(uint32_t address, uint32_t bytes, const char* what) {
+  return block->published.data() + (shared_pointer(address, bytes, what) - block->shared);
+}
+
+std::shared_ptr<void>& fiber_local() { return self().local; }
+bool lands_early() { return early_copies; }
+
 unsigned char* dynamic_shared() { return block->shared; }
 
 void* static_shared(int key, size_t bytes) {
@@ -348,7 +366,8 @@ int enqueue(std::function<void()> thread, const void* kernel, Dim grid, Dim bloc
   if (!fault.empty()) return cudaErrorLaunchFailure;
   if (!dependent) run_queue();
   queue.push_back({std::move(thread), {grid.x, grid.y, grid.z}, {block.x, block.y, block.z}, shared_bytes});
-  return cudaSuccess;
+  if (blocking) run_queue();
+  return fault.empty() ? cudaSuccess : cudaErrorLaunchFailure;
 }
 
 }  // namespace emulate
@@ -358,6 +377,9 @@ int enqueue(std::function<void()> thread, const void* kernel, Dim grid, Dim bloc
 extern "C" __attribute__((visibility("default"))) void exl3_emulator_schedule(int go_backward) {
   emulate::backward = emulate::early_copies = go_backward != 0;
 }
+
+// Whether a launch runs its kernel before it returns.
+extern "C" __attribute__((visibility("default"))) void exl3_emulator_blocking(int on) { emulate::blocking = on != 0; }
 
 // Runs what was launched. Returns what went wrong first, or null.
 extern "C" __attribute__((visibility("default"))) const char* exl3_emulator_synchronize() {

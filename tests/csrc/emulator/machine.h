@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 
 namespace emulate {
 
@@ -35,6 +36,22 @@ void wait_for_grid();
 void copy_later(uint32_t to, const void* from);
 void commit_copies();
 void finish_copies(int but);
+
+bool lands_early();  // of the schedule: what is asynchronous happens at once, and not at the last moment
+
+// This thread's finished copies become visible to instructions that read shared memory as another proxy: those read
+// published_pointer(), checked as shared_pointer(), where all else is NaN.
+void publish_copies();
+unsigned char* published_pointer(uint32_t address, uint32_t bytes, const char* what);
+
+// A fiber's own variable; one type only.
+std::shared_ptr<void>& fiber_local();
+template <class T>
+T& local() {
+  auto& variable = fiber_local();
+  if (!variable) variable = std::make_shared<T>();
+  return *static_cast<T*>(variable.get());
+}
 
 // Checked pointer to `bytes` bytes of dynamic shared memory, whose alignment must be `bytes` too.
 unsigned char* shared_pointer(uint32_t address, uint32_t bytes, const char* what);

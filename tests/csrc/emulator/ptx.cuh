@@ -9,6 +9,8 @@
 
 namespace exl3 {
 
+inline void keep_in_register(uint32_t&) {}
+
 using SharedAddress = uint32_t;
 
 inline SharedAddress dynamic_shared() { return emulate::kSharedBase; }

@@ -1,0 +1,84 @@
+// What csrc/exl3/warpgroup.cuh offers, on the emulated machine: a warp's quarter of each product. That the four warps of
+// a group issue together is not checked. Compiled in with -DEXL3_WARPGROUP=1, as for SM90.
+#pragma once
+
+#include <vector>
+
+#include "ptx.cuh"
+
+namespace exl3 {
+
+inline void publish_shared() { emulate::publish_copies(); }
+
+struct MatrixDescriptor {
+  SharedAddress x;
+  uint32_t along_k;
+};
+inline MatrixDescriptor matrix_descriptor(SharedAddress x, uint32_t along_k) { return {x, along_k}; }
+
+struct Product {
+  float (*d)[4];
+  const uint32_t* a;
+  MatrixDescriptor x;
+  int groups, committed;  // groups of eight rows of x; whether a commit followed
+};
+struct Background {  // of one lane
+  std::vector<Product> products;
+  bool arrived = false;
+  size_t finishing = 0;
+};
+
+// One product of all lanes, its x read as 8x8 core matrices: 128 bytes apart along rows, along_k bytes along k.
+inline void multiply_quarter(const Product* const (&lanes)[emulate::kLanes]) {
+  for (int group = 0; group < lanes[0]->groups; ++group) {
+    MmaOperands operands[emulate::kLanes];
+    void* requests[emulate::kLanes];
+    for (int lane = 0; lane < emulate::kLanes; ++lane) {
+      operands[lane] = {lanes[lane]->d[group], lanes[lane]->a, {}};
+      for (int half = 0; half < 2; ++half) {
+        const SharedAddress core = lanes[0]->x.x + half * lanes[0]->x.along_k + group * 128;
+        std::memcpy(&operands[lane].b[half], emulate::published_pointer(core + lane / 4 * 16, 16, "wgmma") + lane % 4 * 4, 4);
+      }
+      requests[lane] = &operands[lane];
+    }
+    multiply_fragments(requests);
+  }
+}
+inline void finish_products(void* const (&requests)[emulate::kLanes]) {
+  const size_t count = static_cast<const Background*>(requests[0])->finishing;
+  for (size_t i = 0; i < count; ++i) {
+    const Product* lanes[emulate::kLanes];
+    for (int lane = 0; lane < emulate::kLanes; ++lane)
+      lanes[lane] = &static_cast<const Background*>(requests[lane])->products.at(i);
+    multiply_quarter(lanes);
+  }
+}
+
+inline void warpgroup_arrive() { emulate::local<Background>().arrived = true; }
+inline void warpgroup_commit() {
+  for (auto& product : emulate::local<Background>().products) ++product.committed;
+}
+// Products happen when they are waited for, or, where copies land early, when they are issued.
+inline void finish(size_t count) {
+  auto& mine = emulate::local<Background>();
+  mine.finishing = count;
+  emulate::wait_for_warp(finish_products, &mine);
+  mine.products.erase(mine.products.begin(), mine.products.begin() + static_cast<std::ptrdiff_t>(count));
+}
+template <int kPending>
+void warpgroup_wait() {
+  size_t count = 0;
+  auto& mine = emulate::local<Background>();
+  for (const auto& product : mine.products) count += product.committed > kPending;
+  mine.arrived = false;
+  finish(count);
+}
+template <int kGroups>
+void warpgroup_mma(float (&d)[kGroups][4], const uint32_t (&a)[4], MatrixDescriptor x) {
+  auto& mine = emulate::local<Background>();
+  if (!mine.arrived) emulate::fail("wgmma.mma_async: registers without wgmma.fence");
+  mine.products.push_back({d, a, x, kGroups, 0});
+  if (emulate::lands_early()) finish(mine.products.size());
+}
+
+}  // namespace exl3

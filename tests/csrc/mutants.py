@@ -1,0 +1,169 @@
+"""Faults to plant in csrc/exl3, and the test of test_kernels.py that must notice each. A row edits one file once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DEPENDENT = "test_dependent_launches_wait_for_what_they_read"
+ROTATED = "test_reconstruct_is_exact"
+ORIGINAL = "test_reconstruct_original"
+WARPGROUPS = "test_warpgroups_give_the_same_bytes"
+MERGED = "test_merged_projections"
+ROW_TILES = "test_more_rows_than_a_tile"
+EDGES = "test_types_and_ragged_edges"
+HADAMARD = "test_hadamard"
+CUT = "test_every_cut_of_the_work"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """`old`, which occurs once in `file`, becomes `new`; `test` fails."""
+
+    file: str
+    old: str
+    new: str
+    test: str = "test_a_row_is_right_and_the_same_in_every_batch"
+
+
+MUTANTS: dict[str, Mutant] = {
+    # Barriers and waits.
+    "stage-read-before-all-copied": Mutant(
+        file="linear.cuh",
+        old="__syncthreads();\n    if (loader.remaining",
+        new="if (loader.remaining",
+    ),
+    "one-copy-group-too-few": Mutant(
+        file="linear.cuh", old="cp_async_wait<S::kStages - 2>", new="cp_async_wait<S::kStages - 1>"
+    ),
+    "copies-not-committed": Mutant(
+        file="linear.cuh", old="cp_async_commit();\n    multiply_stage", new="multiply_stage"
+    ),
+    "product-before-its-input": Mutant(file="linear.cuh", old="  wait_for_previous_grid();\n", new="", test=DEPENDENT),
+    "rotation-before-its-input": Mutant(file="rotate.cuh", old="  wait_for_previous_grid();\n", new="", test=DEPENDENT),
+    "sum-before-its-parts": Mutant(file="finish.cuh", old="  wait_for_previous_grid();\n", new="", test=DEPENDENT),
+    "tile-read-before-written": Mutant(file="finish.cuh", old="  __syncthreads();\n", new=""),
+    "rows-stored-before-decoded": Mutant(
+        file="reconstruct.cuh", old="  __syncthreads();\n  store_rows", new="  store_rows", test=ROTATED
+    ),
+    "block-read-before-transformed": Mutant(
+        file="reconstruct.cuh", old="  __syncthreads();\n  // A lane now", new="  // A lane now", test=ORIGINAL
+    ),
+    "warpgroup-reads-unpublished-copies": Mutant(
+        file="linear.cuh", old="    if constexpr (kWarpgroup<S>) publish_shared();\n", new="", test=WARPGROUPS
+    ),
+    "warpgroup-without-fence": Mutant(file="linear.cuh", old="      warpgroup_arrive();\n", new="", test=WARPGROUPS),
+    "warpgroup-sums-in-flight": Mutant(
+        file="linear.cuh", old="warpgroup_wait<0>", new="warpgroup_wait<1>", test=WARPGROUPS
+    ),
+    # Stages, tiles and rows in the wrong place.
+    "ring-fills-what-is-next": Mutant(
+        file="linear.cuh", old="ring.fill = ring.read;", new="ring.fill = ring.after(ring.read);"
+    ),
+    "next-block-begins-late": Mutant(file="linear.cuh", old="seek(0)", new="seek(1)"),
+    "copies-at-the-wrong-rate": Mutant(
+        file="linear.cuh", old="if (loader.rate2 == kRate2)", new="if (true)", test=MERGED
+    ),
+    "parts-overwrite-each-other": Mutant(
+        file="linear.cuh",
+        old="static_cast<int64_t>(blockIdx.x + block)",
+        new="static_cast<int64_t>(blockIdx.x)",
+        test=CUT,
+    ),
+    "row-tiles-share-their-input": Mutant(
+        file="linear.cuh", old="args.scratch + blockIdx.y * scratch.row_tile_bytes", new="args.scratch", test=ROW_TILES
+    ),
+    "shards-share-their-input": Mutant(
+        file="linear.cuh", old="x = rotated + index * rotation_bytes +", new="x = rotated +", test=MERGED
+    ),
+    "halves-of-a-step-swapped": Mutant(file="linear.cuh", old="(step * 2 + half)", new="(step * 2 + 1 - half)"),
+    "matrices-one-group-off": Mutant(
+        file="linear.cuh", old="x + lane / 8 * kEightDeep", new="x + lane / 16 * kEightDeep"
+    ),
+    "warpgroup-second-half-one-off": Mutant(
+        file="linear.cuh", old="(4 * step + 2)", new="(4 * step + 1)", test=WARPGROUPS
+    ),
+    "owner-off-by-the-longer-runs": Mutant(
+        file="mma.cuh", old="longer + (unit - first) / shorter", new="(unit - first) / shorter", test=CUT
+    ),
+    "cut-forgets-the-longer-runs": Mutant(file="mma.cuh", old="(b < longer ? b : longer)", new="longer", test=CUT),
+    "scratch-two-parts-short": Mutant(
+        file="mma.cuh", old="(splits + total_blocks)", new="(splits + total_blocks - 2)", test=CUT
+    ),
+    "rotated-rows-folded": Mutant(file="mma.cuh", old="+ row % rows)", new="+ row % 8)"),
+    "part-dropped": Mutant(file="finish.cuh", old="b = first + 1", new="b = first + 2", test=CUT),
+    "accumulator-halves-swapped": Mutant(
+        file="finish.cuh",
+        old="tile[low + 1][at] = sum.y, tile[low][at + 8] = sum.z",
+        new="tile[low + 1][at] = sum.z, tile[low][at + 8] = sum.y",
+    ),
+    "one-column-too-many": Mutant(file="finish.cuh", old="n >= shard.width", new="n > shard.width", test=EDGES),
+    "shard-border-off-by-one": Mutant(
+        file="finish.cuh", old="while (block >= args.shard[index]", new="while (block > args.shard[index]", test=MERGED
+    ),
+    "rows-beyond-the-last-stored": Mutant(file="finish.cuh", old="if (row >= args.m) return;", new=""),
+    "shared-memory-for-a-lower-rate": Mutant(
+        file="launch.cuh", old="shared = S::shared_bytes(rate2)", new="shared = S::shared_bytes(2)"
+    ),
+    "ragged-row-tile-dropped": Mutant(
+        file="launch.cuh", old="(args.m + S::kRows - 1) / S::kRows;", new="max(args.m / S::kRows, 1);", test=ROW_TILES
+    ),
+    # Transforms and signs.
+    "transform-one-bit-short": Mutant(file="hadamard.cuh", old="bit < 32", new="bit < 16"),
+    "transform-wrong-lane": Mutant(
+        file="hadamard.cuh", old="shuffle_xor(v[i], bit)", new="shuffle_xor(v[i], bit ^ (bit == 8 ? 1 : 0))"
+    ),
+    "transform-signs-swapped": Mutant(file="hadamard.cuh", old="? -1.0f : 1.0f", new="? 1.0f : -1.0f"),
+    "signs-of-the-first-shard": Mutant(
+        file="rotate.cuh", old="args.shard[blockIdx.z].suh", new="args.shard[0].suh", test=MERGED
+    ),
+    "input-one-channel-too-wide": Mutant(
+        file="rotate.cuh", old="first + i < args.k_true", new="first + i <= args.k_true", test=EDGES
+    ),
+    "original-scales-of-the-first-block": Mutant(
+        file="reconstruct.cuh", old="svh[first_block * kBlockColumns + n0", new="svh[n0", test=ORIGINAL
+    ),
+    "original-fragment-swapped": Mutant(
+        file="reconstruct.cuh",
+        old="mma_m16n8k16(out[0], a, h[0], h[2])",
+        new="mma_m16n8k16(out[0], a, h[0], h[1])",
+        test=ORIGINAL,
+    ),
+    "original-one-row-too-many": Mutant(
+        file="reconstruct.cuh", old="k0 + row < k_true", new="k0 + row <= k_true", test=ORIGINAL
+    ),
+    "original-columns-not-cut": Mutant(
+        file="reconstruct.cuh", old="pairs && left >= 2", new="pairs && left >= 1", test=ORIGINAL
+    ),
+    "rotated-rows-not-cut": Mutant(file="reconstruct.cuh", old="    if (row >= rows) return;\n", new="", test=ROTATED),
+    "hadamard-beyond-the-last-group": Mutant(
+        file="reconstruct.cuh", old="  if (first >= n) return;\n", new="", test=HADAMARD
+    ),
+    # Decoding.
+    "tile-is-no-ring": Mutant(
+        file="trellis.cuh", old="(start / 32 + 1) % R::kTileWords * 4", new="(start / 32 + 1) * 4"
+    ),
+    "registers-swapped": Mutant(
+        file="trellis.cuh", old="a[1] = decode_pair<kBook>(s[4], s[5])", new="a[1] = decode_pair<kBook>(s[2], s[3])"
+    ),
+    "window-one-byte-off": Mutant(file="trellis.cuh", old="0x4421", new="0x4432"),
+    "half-rates-step-early": Mutant(file="trellis.cuh", old="((j + 1) / 2)", new="((j + 2) / 2)"),
+    "codebook-multiplier-one-bit-off": Mutant(file="trellis.cuh", old="0xCBAC1FEDu", new="0xCBAC1FEFu"),
+    "codebook-increment-one-off": Mutant(file="trellis.cuh", old="64248484u", new="64248485u"),
+    "codebook-shift-one-bit-off": Mutant(file="trellis.cuh", old="0xc931c931u", new="0xc930c931u"),
+    "states-swapped-in-a-pair": Mutant(file="trellis.cuh", old="0x5410", new="0x1054"),
+    # From operators to launches.
+    "trellis-of-the-first-shard": Mutant(
+        file="bindings.cpp", old="trellis_bytes + 2 * words", new="trellis_bytes", test=MERGED
+    ),
+    "suh-of-the-first-shard": Mutant(file="bindings.cpp", old="suh_halves + k * i", new="suh_halves", test=MERGED),
+    "blocks-counted-by-width": Mutant(file="bindings.cpp", old="columns += n;", new="columns += width;", test=MERGED),
+}
+
+
+def plant(name: str, texts: dict[str, str]) -> dict[str, str]:
+    """The sources with one fault. ValueError if the table no longer fits them."""
+    mutant = MUTANTS[name]
+    count = texts.get(mutant.file, "").count(mutant.old)
+    if count != 1:
+        raise ValueError(f"mutant {name}: {mutant.old!r} occurs {count} times in csrc/exl3/{mutant.file}, want once")
+    return texts | {mutant.file: texts[mutant.file].replace(mutant.old, mutant.new)}

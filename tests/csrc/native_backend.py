@@ -1,0 +1,54 @@
+"""Runs the backend `native` on the emulated device: its plan, its operators and its start-up check, whole.
+
+For a process of its own: it registers the operators of layers for the CPU, and hands out scratch without streams.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from tests.csrc import emulation
+from tests.csrc.memory import Arena
+from tests.csrc.shards import error, random_shard, random_x
+from vllm.model_executor.layers.quantization.exl3_trellis import ops
+from vllm.model_executor.layers.quantization.exl3_trellis.backends import native
+
+CPU = torch.device("cpu")
+MERGED = [
+    random_shard(256, 256, 3, "mul1", first=0, width=200),
+    random_shard(256, 128, 2.5, "mul1", first=28, width=100),
+]
+
+
+def prepare(target: str) -> None:
+    emulation.load(target, "exl3").block_launches()
+    library = torch.library.Library("exl3_trellis", "FRAGMENT")
+    library.impl("linear", ops._linear, "CPU")
+    globals()["_library"] = library  # registrations live as long as it does
+    arena = Arena()
+    ops.scratch = lambda _device, size: arena.empty((size,), torch.uint8, align=256)  # every call its own, NaN
+    torch.cuda.get_device_capability = lambda _device: (9, 0)
+
+
+def check_merged(rows: int, fused_rows: int) -> None:
+    """The operator that layers call, under torch's own checks of schemas and fake tensors, then against float64."""
+    x = random_x(rows, 256, torch.bfloat16)
+    shards = [number for shard in MERGED for number in (shard.n, shard.first, shard.width, shard.rate2)]
+    tensors = [torch.cat([getattr(shard, name).view(-1) for shard in MERGED]) for name in ("trellis", "suh", "svh")]
+    arguments = (x, *tensors, 256, shards, ops.CODEBOOK_CODES["mul1"], 3, fused_rows, 128)
+    torch.library.opcheck(ops.linear, arguments, test_utils=("test_schema", "test_faketensor"))
+    want = torch.cat([shard.product(x) for shard in MERGED], dim=1)
+    got = error(ops.linear(*arguments), want)
+    assert got < 5e-3, f"{rows} rows, up to {fused_rows} fused: error {got}"
+
+
+if __name__ == "__main__":
+    prepare(sys.argv[1])
+    assert ops.load() == (True, "")
+    for codebook, rate, dtype in (("3inst", 2.0, "float16"), ("mcg", 3.0, "bfloat16"), ("mul1", 1.5, "float32")):
+        native.check_kernels(CPU, codebook, rate, dtype)
+    check_merged(rows=5, fused_rows=8)
+    check_merged(rows=5, fused_rows=0)
+    print("native agrees")
