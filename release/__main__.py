@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from release import compose, environment, maintenance, manifest, packaging, verify
+from release import compose, environment, fetch, installed, maintenance, manifest, packaging, verify
 from release.checkout import find_root
 from release.dependencies import GROUPS, pip_requirements
 from release.errors import ReleaseError
@@ -56,6 +56,10 @@ def _parser() -> argparse.ArgumentParser:
         description="Fails unless the lock regenerates byte for byte and every built wheel is what it describes.",
     )  # fmt: skip
     check.add_argument("--wheel", type=Path, action="append", metavar="FILE", help="a wheel (default: each in dist)")
+    check.add_argument(
+        "--installed", choices=TARGETS, help="check the files and packages of the running Python instead"
+    )
+    check.add_argument("--torch", choices=("cpu", "cuda"), default="cpu", help="build of torch of a cpu installation")
     check.set_defaults(run=_verify)
 
     listing = commands.add_parser(
@@ -106,7 +110,12 @@ def _requirements(root: Path, options: argparse.Namespace) -> int:
 
 
 def _verify(root: Path, options: argparse.Namespace) -> int:
-    for line in verify.verify(root, options.wheel):
+    if options.installed:
+        groups = fetch.groups_of(options.installed, options.torch)
+        lines = installed.verify_installed(root, options.installed, groups)
+    else:
+        lines = verify.verify(root, options.wheel)
+    for line in lines:
         print(line)
     return 0
 

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,23 +38,29 @@ def groups_of(target: str, torch: str) -> list[str]:
     return ["cuda"] if target == "cuda" else ["cpu", f"torch-{torch}"]
 
 
-def fetch(root: Path, target: str, python: str, torch: str) -> Iterator[str]:
-    """Fills the folder. Raises ReleaseError for a Python that the lock does not cover, or what no index offers."""
+def fetch(root: Path, target: str, python: str, torch: str, *, only_compile: bool = False) -> Iterator[str]:
+    """Fills the folder; with `only_compile`, with no more than the CUDA extension needs.
+
+    Raises ReleaseError for a Python that the lock does not cover, or what no index offers.
+    """
     pins = read_pins(root)
     if python not in pins.pythons:
         raise ReleaseError(f"--python {python}: the lock covers {', '.join(pins.pythons)}")
     dependencies = manifest.locked_dependencies(root)
     folder = root / STAGING
     kept = cache(root, f"image-{target}-{python}")
-    listing = cache(root, "requirements") / f"image-{target}.txt"
-    listing.write_text(pip_requirements(dependencies, groups_of(target, torch)), encoding="utf-8")
-    wanted = {"requirements.txt": listing}
-    wanted |= {"compile-requirements.txt": root / COMPILE_REQUIREMENTS} if target == "cuda" else {}
-    for requirements in wanted.values():
+    texts = {} if only_compile else {"requirements.txt": pip_requirements(dependencies, groups_of(target, torch))}
+    if target == "cuda":
+        texts["compile-requirements.txt"] = _compile_requirements(root, pins, dependencies)
+    for name, text in texts.items():
+        requirements = cache(root, "requirements") / f"image-{target}-{name}"
+        requirements.write_text(text, encoding="utf-8")
         _download(root, requirements, kept, python)
-    _only_these(kept, folder / "wheels", _digests(root, dependencies, target, torch))
-    for name, requirements in wanted.items():
-        shutil.copyfile(requirements, folder / "wheels" / name)
+    words = " ".join(texts.values()).split()
+    digests = {word.removeprefix("--hash=sha256:") for word in words if word.startswith("--hash=")}
+    _only_these(kept, folder / "wheels", digests)
+    for name, text in texts.items():
+        (folder / "wheels" / name).write_text(text, encoding="utf-8")
     wheel = obtain(root, pins, target)
     _only_these(wheel.parent, folder / "upstream", {pins.wheels[target].sha256}, names={wheel.name})
     record = describe(root, pins, target, python)
@@ -71,13 +78,15 @@ def _download(root: Path, requirements: Path, kept: Path, python: str) -> None:
     )  # fmt: skip
 
 
-def _digests(root: Path, dependencies: Dependencies, target: str, torch: str) -> set[str]:
-    lines = {line for group in groups_of(target, torch) for line in dependencies.groups[group]}
-    digests = {file.sha256 for line in lines for file in dependencies.files[line.split(" ", 1)[0]]}
-    if target == "cuda":
-        words = (root / COMPILE_REQUIREMENTS).read_text(encoding="utf-8").split()
-        digests |= {word.removeprefix("--hash=sha256:") for word in words if word.startswith("--hash=")}
-    return digests
+def _compile_requirements(root: Path, pins: Pins, dependencies: Dependencies) -> str:
+    """What docker/ pins for compiling alone, and the locked packages that it is compiled with."""
+    lines = [line for line in dependencies.groups["cuda"] if line.partition("==")[0] in pins.image_compile]
+    if len(lines) != len(pins.image_compile):
+        found = ", ".join(lines)
+        wanted = ", ".join(pins.image_compile)
+        raise ReleaseError(f"release/pins.toml: [image] compile names {wanted}; the lock has {found}")
+    chosen = replace(dependencies, groups={"compile": tuple(lines)})
+    return (root / COMPILE_REQUIREMENTS).read_text(encoding="utf-8") + pip_requirements(chosen, ["compile"])
 
 
 def _only_these(source: Path, folder: Path, digests: set[str], names: set[str] | None = None) -> None:

@@ -15,7 +15,7 @@ from release import fetch, verify
 from release.errors import ReleaseError
 from release.pins import Pins, read_pins
 
-DOCKERFILE = "docker/Dockerfile"
+DOCKERFILE, COMPILE_STAGE = "docker/Dockerfile", "compile-cuda"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,8 @@ def build(root: Path, order: Order, *, only_print: bool = False) -> Iterator[str
     if shutil.which("docker") is None:
         raise ReleaseError("docker: not found; an install without it is described in README.md")
     yield from verify.verify(root, [])
-    yield from fetch.fetch(root, order.target, order.python, order.torch)
+    only_compile = order.stage == COMPILE_STAGE
+    yield from fetch.fetch(root, order.target, order.python, order.torch, only_compile=only_compile)
     done = subprocess.run(command(root, pins, order), cwd=root, env=_environment(), check=False)
     if done.returncode:
         raise ReleaseError(f"docker build: exit code {done.returncode}, see above")

@@ -57,6 +57,7 @@ class Pins:
     image_name: str
     image_base: str  # name@digest
     image_python: str  # the base's, "3.12"
+    image_compile: tuple[str, ...]  # locked packages that the extension is compiled with
 
 
 def read_pins(root: Path) -> Pins:
@@ -106,4 +107,5 @@ def _pins(raw: Mapping[str, Any]) -> Pins:
         image_name=raw["image"]["name"],
         image_base=raw["image"]["base"],
         image_python=raw["image"]["python"],
+        image_compile=tuple(raw["image"]["compile"]),
     )
