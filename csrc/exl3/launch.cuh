@@ -62,12 +62,12 @@ cudaError_t launch_book(const LinearArgs& args, int codebook, bool dependent, cu
   return cudaErrorInvalidValue;
 }
 
-// The shapes, one for each row count. 128 rows at half the depth keep two blocks an SM in shared memory.
+// The shapes, one for each row count; two blocks an SM fit in shared memory.
 using Rows8 = Shape<8, 128, 4>;
 using Rows16 = Shape<16, 128, 4>;
 using Rows32 = Shape<32, 128, 4>;
 using Rows64 = Shape<64, 128, 3>;
-using Rows128 = Shape<128, 64, 3>;
+using Rows128 = Shape<128, 128, 2>;
 
 cudaError_t launch_few_rows(const LinearArgs& args, int rows, int codebook, bool dependent, cudaStream_t stream);
 cudaError_t launch_mid_rows(const LinearArgs& args, int rows, int codebook, bool dependent, cudaStream_t stream);

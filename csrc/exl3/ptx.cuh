@@ -9,6 +9,9 @@
 
 namespace exl3 {
 
+// Hide where a value came from: the compiler would rather work out a loop constant again than hold it.
+__device__ __forceinline__ void keep_in_register(uint32_t& value) { asm volatile("" : "+r"(value)); }
+
 // A byte address in the block's shared memory. Kept as a number: as a pointer the compiler works its window out anew
 // before every access.
 using SharedAddress = uint32_t;
@@ -17,7 +20,7 @@ using SharedAddress = uint32_t;
 __device__ __forceinline__ SharedAddress dynamic_shared() {
   extern __shared__ __align__(16) unsigned char exl3_dynamic_shared[];
   SharedAddress address = static_cast<SharedAddress>(__cvta_generic_to_shared(exl3_dynamic_shared));
-  asm volatile("" : "+r"(address));
+  keep_in_register(address);
   return address;
 }
 

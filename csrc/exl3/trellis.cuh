@@ -99,6 +99,9 @@ struct LanePlace {
       word[g][0] = start / 32 % R::kTileWords * 4;
       word[g][1] = (start / 32 + 1) % R::kTileWords * 4;
       shift[g] = (R::kSameOffset ? same : start % 32) + extra;
+      keep_in_register(word[g][0]);
+      keep_in_register(word[g][1]);
+      if constexpr (!R::kSameOffset) keep_in_register(shift[g]);
     });
   }
 };

@@ -57,7 +57,7 @@ def test_native_serves_a_layer_at_any_row_count(book: str, dtype: str) -> None:
     assert native.can_run(asked, device) == (True, "")
     plan = native.plan(asked, device)
     prepared = native.prepare(plan, LinearWeights(trellis=of.trellis.view(-1), suh=of.suh, svh=of.svh))
-    for rows in (1, 33, 129, plan.fused_rows, plan.fused_rows + 1, 2048):
+    for rows in sorted({1, 33, 129, plan.fused_rows, min(plan.fused_rows + 1, 2048), 2048}):
         x = torch.randn(rows, K, device=DEVICE).to(getattr(torch, dtype))
         assert error(native.run(plan, prepared, x), of.truth(x)) < (3e-3 if dtype == "bfloat16" else 1e-3)
 
