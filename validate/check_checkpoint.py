@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m validate check-checkpoint DIR`: audit an EXL3 checkpoint from its headers and JSON, without reading weights.
+"""`python -m validate check-checkpoint DIR`: audit an EXL3 checkpoint from its headers and JSON; no weight is read.
 
-Says what the checkpoint is, what it needs, how many bytes each rank holds, and everything that is wrong with it at once.
+Says what the checkpoint is, what it needs, how many bytes each rank holds, and all that is wrong with it at once.
 Exit code 0: it can be served; 1: it has faults; 2: there is nothing to audit.
 """
 
@@ -47,6 +47,7 @@ class Audit:
         self.tp = tp
         self.faults: list[str] = []
         self.warnings: list[str] = []
+        self.places: dict[str, str] = {}  # tensor -> name of its file
         self.config = self._json("config.json") or {}
         self.container = self._try(self._read_container)
         self.tensors = self._read_tensors()
@@ -88,7 +89,8 @@ class Audit:
         for path in self._try(safetensors_headers.weight_files, self.folder) or []:
             found = self._try(safetensors_headers.read_header, path) or {}
             for name in found.keys() & tensors.keys():
-                self.faults.append(f"{path.name}: {name} is stored in {tensors[name].file.name} too")
+                self.faults.append(f"{path.name}: {name} is stored in {self.places[name]} too")
+            self.places |= dict.fromkeys(found, path.name)
             tensors |= found
         index = self.folder / safetensors_headers.INDEX
         if index.is_file() and not self.faults:
@@ -96,7 +98,7 @@ class Audit:
             self.faults += [
                 f"{index.name}: {name} is said to be in {file}, which does not hold it"
                 for name, file in listed.items()
-                if name not in tensors or tensors[name].file.name != file
+                if self.places.get(name) != file
             ]
             self.faults += [f"{index.name}: does not list {name}" for name in tensors.keys() - listed.keys()]
         return tensors
@@ -182,8 +184,9 @@ class Audit:
         }
 
     def _codebooks(self) -> list[str]:
-        labels = [label for spec in self.experts.values() for row in experts.codebook_rates(spec).values() for label in row]
-        return sorted({spec.codebook for spec in self.linears.values()} | {label.split()[0] for label in labels})
+        tables = [experts.codebook_rates(spec) for spec in self.experts.values()]
+        books = {label.split()[0] for table in tables for row in table.values() for label in row}
+        return sorted(books | {spec.codebook for spec in self.linears.values()})
 
 
 def _bytes(info: safetensors_headers.TensorInfo) -> int:
@@ -193,23 +196,28 @@ def _bytes(info: safetensors_headers.TensorInfo) -> int:
     return size
 
 
+def _counts(row: dict[str, int]) -> str:
+    return ", ".join(f"{count} x {label} bit" for label, count in row.items())
+
+
 def describe(report: dict[str, Any]) -> str:
     """The report for people."""
     held = report["bytes_per_rank"]
     lines = [
         f"{report['checkpoint']}: {report['layout']}",
         f"  {report['tensors']} tensors, {report['bytes'] / 1e9:.3f} GB",
-        "  linears: " + (", ".join(f"{n} x {label} bit" for label, n in report["linears"].items()) or "none in EXL3"),
+        "  linears: " + (_counts(report["linears"]) or "none in EXL3"),
     ]
     for prefix, layer in report["experts"].items():
-        rates = {name: ", ".join(f"{n} x {label} bit" for label, n in row.items()) for name, row in layer["rates"].items()}
+        rates = {name: _counts(row) for name, row in layer["rates"].items()}
         same = len(set(rates.values())) == 1
         shown = next(iter(rates.values())) if same else "; ".join(f"{name} {row}" for name, row in rates.items())
         lines.append(f"  {prefix}: {layer['count']} experts {layer['hidden']} x {layer['slice']}: {shown}")
     sizes = ", ".join(map(str, report["needs"]["tensor_parallel_sizes"])) or "none"
+    own, rest = held["experts"] / 1e9, held["other_tensors_of_all_ranks"] / 1e9
+    tp = report["tensor_parallel_size"]
     lines += [
-        f"  tensor parallel size {report['tensor_parallel_size']}: each rank holds {held['experts'] / 1e9:.3f} GB of routed "
-        f"experts and its part of {held['other_tensors_of_all_ranks'] / 1e9:.3f} GB",
+        f"  tensor parallel size {tp}: each rank holds {own:.3f} GB of routed experts and its part of {rest:.3f} GB",
         f"  needs: tensor parallel size {sizes}; codebooks {', '.join(report['needs']['codebooks']) or 'none'}",
     ]
     lines += [f"  warning: {warning}" for warning in report["warnings"]]

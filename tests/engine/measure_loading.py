@@ -2,8 +2,8 @@
 
     {"slabs": bytes of one layer's, "kept": {"peak": ..., "end": ...}, "decoded": {...}}
 
-Eight layers of mixed K3/K4 experts, stored for two ranks, through vLLM's own loader: once with slabs kept as a GPU keeps
-them, once decoded as the CPU does it.  Anonymous resident memory, relative to the moment before the model is built.
+Eight layers of mixed K3/K4 experts, stored for two ranks, through vLLM's own loader: once with slabs kept as on a GPU,
+once decoded as the CPU does it.  Anonymous resident memory, relative to the moment before the model is built.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def main() -> None:
         env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536",
                             "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
         for kind in ("kept", "decoded"):
-            done = subprocess.run([sys.executable, __file__, str(folder), kind], capture_output=True, text=True, env=env,
-                                  check=False)
+            command = [sys.executable, __file__, str(folder), kind]
+            done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
             if done.returncode:
                 sys.exit(done.stderr)
             result[kind] = json.loads(done.stdout.splitlines()[-1])

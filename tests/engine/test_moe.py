@@ -31,7 +31,7 @@ FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3")
 # ranks that run, ranks stored
 RANKS = {"1": (1, 2), "2": (2, 2), "4 on 2": (2, 4), "1 on 2": (2, 1)}
 
-# The rows of family x layout x ranks that `make test` runs: every value of each column, both loader styles for each layout.
+# The rows of family x layout x ranks that `make test` runs: every value of each column, both styles of loader.
 REPRESENTATIVE = {
     ("qwen3_moe", "ordinary", "2"),
     ("qwen3_moe", "shared_h", "4 on 2"),

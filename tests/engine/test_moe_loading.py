@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 import subprocess
 import sys
@@ -63,7 +64,7 @@ def test_container_wins_over_the_shim(engine, make):
 
 
 def test_rank_reads_its_own_slices(engine, make, monkeypatch):
-    """Of a checkpoint stored for four ranks, one rank of four reads a quarter of the experts' bytes, and the rest once."""
+    """One rank of four, of a checkpoint stored for four: a quarter of the experts' bytes, and the rest once."""
     from vllm.model_executor.model_loader import weight_utils
 
     folder = make("--family glm4_moe --layout shared_h --rates 3,4 --tp 4 --moe-intermediate 512 --layers 3 --drafts 1")
@@ -161,7 +162,8 @@ def test_path_selection_is_logged(engine, make, monkeypatch, caplog_vllm):
     monkeypatch.setenv("VLLM_EXL3_LOG_PATH_SELECTION", "1")
     with caplog_vllm.at_level(logging.INFO):
         engine(make(MIXED))
-    assert f"{LAYER}: torch runs 8 experts 256 -> 128 in 2 slices, mcg 3/4 bit, top 2, silu, float32" in caplog_vllm.text
+    chosen = "torch runs 8 experts 256 -> 128 in 2 slices, mcg 3/4 bit, top 2, silu, float32"
+    assert f"{LAYER}: {chosen}" in caplog_vllm.text
 
 
 def _tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
@@ -234,9 +236,8 @@ def test_refused_before_any_weight_is_read(engine, mixed, tmp_path, monkeypatch,
     shutil.copytree(mixed, folder)
     spoil(folder)
     began = time.monotonic()
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match=re.escape(message)):
         engine(folder, **options)
-    assert message in str(refused.value)
     assert time.monotonic() - began < SECONDS
 
 

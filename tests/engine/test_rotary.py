@@ -1,4 +1,4 @@
-"""Latent attention hands the rotary embedding slices of three dimensions; on the CPU upstream's kernel gets them wrong."""
+"""Latent attention hands the rotary embedding slices of three dimensions, which upstream's CPU kernel gets wrong."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of routed experts for tests, without vLLM: random tensors, the slabs they load into, and their plain meaning."""
+"""Layers of routed experts for tests, without vLLM: random tensors, the slabs they load into, their plain meaning."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ def stored_tensors(spec: ExpertsSpec, seed: int = 0) -> Tensors:
     return tensors
 
 
-def make_layer(spec: ExpertsSpec, intermediate: int, tp: int = 1, rank: int = 0) -> tuple[Module, tuple[RankSlice, ...]]:
+Parts = tuple[RankSlice, ...]
+
+
+def make_layer(spec: ExpertsSpec, intermediate: int, tp: int = 1, rank: int = 0) -> tuple[Module, Parts]:
     """An empty layer with the parameters of one rank, and the slices it runs."""
     layer = Module()
     parts = local_parts(spec, intermediate, tp, rank, PREFIX)

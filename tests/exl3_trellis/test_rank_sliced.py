@@ -72,6 +72,9 @@ def test_counts_of_a_wrapped_model():
     assert rank_sliced.read_metadata(config, lambda name: BITMAP).experts == 4
 
 
+UNIFORM = {"k_values": None, "bits_per_expert": None}
+RATES = 'want a whole number 1..8, or "mixed"'
+
 # name -> (keys changed, message after "config.json: hybrid_tr3_tail.")
 BROKEN = {
     "unknown format": ({"format": "exl4"}, "format: 'exl4', want 'exl3-trellis'"),
@@ -93,11 +96,17 @@ BROKEN = {
         {"shared_h_tensor_schema": SHARED_SCHEMA},
         f"shared_h_tensor_schema: '{SHARED_SCHEMA}', want no such key",
     ),
-    "half rate": ({"bits": 2.5, "k_values": None, "bits_per_expert": None}, "bits: 2.5, want a whole number 1..8, or \"mixed\""),
-    "rate 9": ({"bits": 9, "k_values": None, "bits_per_expert": None}, "bits: 9, want a whole number 1..8, or \"mixed\""),
-    "rate true": ({"bits": True, "k_values": None, "bits_per_expert": None}, "bits: True, want a whole number 1..8, or \"mixed\""),
-    "rates of a uniform one": ({"bits": 3, "bits_per_expert": None}, 'k_values: [3, 4], want no such key unless bits is "mixed"'),
-    "half rate among rates": ({"k_values": [2.5, 4]}, "k_values: [2.5, 4], want a list of different whole numbers 1..8"),
+    "half rate": (UNIFORM | {"bits": 2.5}, f"bits: 2.5, {RATES}"),
+    "rate 9": (UNIFORM | {"bits": 9}, f"bits: 9, {RATES}"),
+    "rate true": (UNIFORM | {"bits": True}, f"bits: True, {RATES}"),
+    "rates of a uniform one": (
+        {"bits": 3, "bits_per_expert": None},
+        'k_values: [3, 4], want no such key unless bits is "mixed"',
+    ),
+    "half rate among rates": (
+        {"k_values": [2.5, 4]},
+        "k_values: [2.5, 4], want a list of different whole numbers 1..8",
+    ),
     "rate twice": ({"k_values": [3, 3]}, "k_values: [3, 3], want a list of different whole numbers 1..8"),
     "no rates": ({"k_values": None}, "k_values: missing, want a list of different whole numbers 1..8"),
     "no ranks": ({"tp": 0}, "tp: 0, want a whole number, 1 or more"),
@@ -128,9 +137,15 @@ def _bitmap(layer: str, **changes: object) -> dict:
 
 
 BROKEN_BITMAPS = {
-    "missing file": (None, "tier_bitmap.json: unreadable (no tier_bitmap.json); hybrid_tr3_tail.bits_per_expert names it"),
+    "missing file": (
+        None,
+        "tier_bitmap.json: unreadable (no tier_bitmap.json); hybrid_tr3_tail.bits_per_expert names it",
+    ),
     "not an object": ([], "tier_bitmap.json: list, want an object with an entry per layer"),
-    "missing layer": ({"1": BITMAP["1"], "3": BITMAP["3"]}, "tier_bitmap.json: layer 2: missing, want an object with 'k'"),
+    "missing layer": (
+        {"1": BITMAP["1"], "3": BITMAP["3"]},
+        "tier_bitmap.json: layer 2: missing, want an object with 'k'",
+    ),
     "too few": (_bitmap("1", k=[3, 4]), "tier_bitmap.json: layer 1: k: 2 entries, want 4, one for each expert"),
     "rate not listed": (
         _bitmap("1", k=[3, 5, 5, 4]),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slabs of routed experts: the documented order, loaded in place, complete or refused, the same storage up to a kernel."""
+"""Slabs of routed experts: the documented order, loaded in place, complete or refused, one storage up to a kernel."""
 
 from __future__ import annotations
 
@@ -107,12 +107,12 @@ def test_288_experts_in_one_tier():
     spec = make_spec({"w1": rates, "w3": rates, "w2": rates}, hidden=128, ranks=1)
     tensors = {key: tensor for key, tensor in stored_tensors(spec).items() if key[1] in (0, 255, 256, 287)}
     layer, parts = make_layer(spec, 128)
+    param = layer.w2_rank0_trellis
     load(layer, tensors)
     (part,) = slices_of(layer, spec, parts)
     tiles = part.w2_trellis.view(288, 8, 8, 48)
     for expert in (0, 255, 256, 287):
         assert torch.equal(tiles[expert], tensors["w2", expert, 0, "trellis"])
-    param = layer.w2_rank0_trellis
     with pytest.raises(CheckpointError, match="x: expert 288, shard w2: not among the tensors of"):
         param.weight_loader(param, tensors["w2", 0, 0, "trellis"], "x", "w2", 288)
 
@@ -128,15 +128,12 @@ def test_what_the_loader_was_given_may_change_afterwards():
 
 
 NAME = f"{PREFIX}.1.down_proj.rank1"
+AT = "expert 1, shard w2"
 REFUSED = {
-    "dtype of a trellis": ("trellis", lambda t: t.int(), f"{NAME}.trellis: expert 1, shard w2: dtype torch.int32, want torch.int16"),
-    "dtype of a vector": ("suh", lambda t: t.float(), f"{NAME}.suh: expert 1, shard w2: dtype torch.float32, want torch.float16"),
-    "rate": ("trellis", lambda t: t[..., :48], f"{NAME}.trellis: expert 1, shard w2: shape [8, 16, 48], want [8, 16, 64]"),
-    "marker": (
-        "mcg",
-        lambda t: torch.full_like(t, 5),
-        f"{NAME}.mcg: expert 1, shard w2: value 0x00000005, want 0xCBAC1FED",
-    ),
+    "dtype of a trellis": ("trellis", lambda t: t.int(), f"{NAME}.trellis: {AT}: dtype torch.int32, want torch.int16"),
+    "dtype of a vector": ("suh", lambda t: t.float(), f"{NAME}.suh: {AT}: dtype torch.float32, want torch.float16"),
+    "rate": ("trellis", lambda t: t[..., :48], f"{NAME}.trellis: {AT}: shape [8, 16, 48], want [8, 16, 64]"),
+    "marker": ("mcg", lambda t: torch.full_like(t, 5), f"{NAME}.mcg: {AT}: value 0x00000005, want 0xCBAC1FED"),
 }
 
 
@@ -168,15 +165,14 @@ def test_an_unfilled_slab_is_not_handed_out(missing):
         require_all_experts(layer)
 
 
+WHOLE = "cut between Hadamard blocks of 128: want one of"
 TP = {
     "stored for 4, run on 3": ({"ranks": 4}, 512, 3, "4 stored ranks of 128 channels: want one of 1, 2, 4"),
-    "stored for 2, run on 8": ({"ranks": 2, "width": 256}, 512, 8, "2 stored ranks of 256 channels: want one of 1, 2, 4"),
-    "ordinary": (
-        {"ranks": None, "width": 384}, 384, 2, "intermediate size 384, cut between Hadamard blocks of 128: want one of 1, 3"
+    "stored for 2, run on 8": (
+        {"ranks": 2, "width": 256}, 512, 8, "2 stored ranks of 256 channels: want one of 1, 2, 4"
     ),
-    "ordinary, padded": (
-        {"ranks": None, "width": 256}, 192, 2, "intermediate size 192, cut between Hadamard blocks of 128: want one of 1"
-    ),
+    "ordinary": ({"ranks": None, "width": 384}, 384, 2, f"intermediate size 384, {WHOLE} 1, 3"),
+    "ordinary, padded": ({"ranks": None, "width": 256}, 192, 2, f"intermediate size 192, {WHOLE} 1"),
 }
 
 

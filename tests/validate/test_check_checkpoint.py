@@ -129,8 +129,8 @@ FILES = {
     "wrong index": (
         _wrong_index,
         [
-            "model.safetensors.index.json: lm_head.weight is said to be in model-00001-of-00003.safetensors, which does not hold it",
-            "model.safetensors.index.json: nowhere.weight is said to be in model-00001-of-00003.safetensors, which does not hold it",
+            f"model.safetensors.index.json: {name}.weight is said to be in model-00001-of-00003.safetensors, which"
+            for name in ("lm_head", "nowhere")
         ],
     ),
     "no config": (lambda folder: (folder / "config.json").unlink(), ["config.json: missing"]),

@@ -30,8 +30,8 @@ from .exl3_trellis.placement import Source, split_blocks
 from .exl3_trellis.progress import Progress
 from .exl3_trellis.repository import local_folder, model_contents
 from .exl3_trellis.role import DRAFT_PREFIX, stamp
-from .exl3_trellis.scratch import ModelRef
 from .exl3_trellis.safetensors_headers import CheckpointError
+from .exl3_trellis.scratch import ModelRef
 from .exl3_trellis.support import require_supported, split_experts
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class EXL3Config(QuantizationConfig):
             self._warn_of_disagreements(folder)
         self.modules = {name: name for name in (*self.linears, *self.experts)}
         if hf_config is not None and find_module(self.linears, "lm_head"):
-            # A stored head wins over a config that calls the embeddings tied; vLLM itself looks for lm_head.weight only.
+            # A stored head wins over a config that calls the embeddings tied; vLLM itself seeks lm_head.weight only.
             hf_config.tie_word_embeddings = False
             hf_config.get_text_config().tie_word_embeddings = False
 
@@ -111,7 +111,7 @@ class EXL3Config(QuantizationConfig):
 
     @staticmethod
     def get_checkpoint_weight_mapper() -> WeightsMapper:
-        """Names of tensors that are not those of a parameter: `.slice.{i}.trellis` is the layer's `slice{i}_trellis`."""
+        """Names of tensors that are not those of a parameter: `.slice.{i}.trellis` is a layer's `slice{i}_trellis`."""
         from vllm.model_executor.models.utils import WeightsMapper
 
         return WeightsMapper(orig_to_new_regex={SLICE: r".slice\1_\2"})

@@ -73,8 +73,8 @@ def read_contents(
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """A million headers are millions of objects, none of them garbage: walking them all again and again takes longer than
-    reading them.
+    """A million headers are millions of objects, none of them garbage: walking them all again and again would take
+    longer than reading them.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -4,9 +4,9 @@
     model.layers.3.mlp.experts.7.up_proj.rank2.trellis    ->  model.layers.3.mlp.experts.7.up_proj.rank2_trellis
     model.layers.3.mlp.experts.shared_h.up_proj.rank2.suh ->  model.layers.3.mlp.experts.0.up_proj.shared_h_rank2_suh
 
-Models find an expert's parameter by replacing `experts.{e}.{projection}.` in the name of a tensor, so what follows must be
-one word, and what all experts share must look like an expert's.  A target, a draft and a pipeline stage each have some of
-a checkpoint's layers: experts of the others, and other ranks' slices, are skipped before they are read.
+Models find an expert's parameter by replacing `experts.{e}.{projection}.` in the name of a tensor, so what follows must
+be one word, and what all experts share must look like an expert's.  A target, a draft and a pipeline stage each have
+some of a checkpoint's layers: experts of the others, and other ranks' slices, are skipped before they are read.
 """
 
 from __future__ import annotations
@@ -81,15 +81,16 @@ def find_experts(modules: Mapping[str, str], experts: Mapping[str, ExpertsSpec],
         if modules.get(alias) in experts:
             return modules[alias]
     number = None if name.startswith("mtp.") else LAYER.search(name)  # mtp.layers.0 is not the target's layer 0
-    for prefix in experts if number else ():
+    for prefix in experts:
         stored = LAYER.search(prefix)
-        if stored and stored[1] == number[1]:
-            raise CheckpointError([f"{prefix}: stored as EXL3, but the model looks for the layer's experts as {name}"])
+        if number and stored and stored[1] == number[1]:
+            why = f"stored as EXL3, but the model looks for the layer's experts as {name}"
+            raise CheckpointError([f"{prefix}: {why}"])
     return None
 
 
 def local_name(name: str) -> str:
-    """The name under which a model finds the parameter of a rank-sliced tensor; other names are returned as they are."""
+    """The name under which a model finds the parameter of a rank-sliced tensor; other names stay as they are."""
     match = EXPERT.fullmatch(name) if ".rank" in name else None
     if match is None or match[4] is None:
         return name

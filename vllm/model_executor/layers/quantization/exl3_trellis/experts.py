@@ -131,15 +131,18 @@ class _Layer:
         experts = sorted({int(expert) for expert, _, _ in self.modules if expert != SHARED})
         count = self.container.experts if self.container else (experts[-1] + 1 if experts else 0)
         if not names or not count:
-            return None, [*self.problems, f"{self.prefix}: no {' or '.join(SHARDS)} of an expert"]
-        ranks = [str(rank) for rank in range(self.container.ranks)] if self.container else [None]
+            return None, self.problems or [f"{self.prefix}: no {' or '.join(SHARDS)} of an expert"]
+        ranks: list[str | None] = [None]
+        if self.container:
+            ranks = [str(rank) for rank in range(self.container.ranks)]
         self._refuse_strangers(set(names.values()), count, ranks)
         sizes: set[tuple[int, int]] = set()
         projections = {shard: self._projection(shard, name, count, ranks, sizes) for shard, name in names.items()}
         self._check_rates(projections)
         if len(sizes) > 1:
             want = " or ".join(f"{hidden} x {width}" for hidden, width in sorted(sizes))
-            self.problems.append(f"{self.prefix}: experts of different sizes: {want}, want one hidden x intermediate size")
+            why = f"experts of different sizes: {want}, want one hidden x intermediate size"
+            self.problems.append(f"{self.prefix}: {why}")
         if self.problems or not sizes:
             return None, self.problems
         hidden, width = sizes.pop()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rank-sliced containers: what the `hybrid_tr3_tail` section of config.json, and the bitmap it names, say of the experts.
+"""Rank-sliced containers: what the `hybrid_tr3_tail` section of config.json, and the bitmap it names, say of experts.
 
 Routed experts are cut per tensor parallel rank before they are encoded, so each slice has Hadamard blocks and a trellis
 of its own.  The section is the truth even where `quantization_config` claims another method, for other engines.
@@ -55,10 +55,12 @@ def believed_quantization(config: Mapping[str, Any], claimed: dict[str, Any] | N
         CheckpointError: the experts are in a container that is not EXL3, whatever its name.
     """
     words = {key for key in OTHER_FORMATS if key in config}
-    words |= {str(section.get(key)) for section in (claimed or {}, _section(config)) for key in ("quant_method", "format")}
+    for section in (claimed or {}, _section(config)):
+        words |= {str(section.get(key)) for key in ("quant_method", "format")}
     for name in OTHER_FORMATS:
         if name in words:
-            raise CheckpointError([f"config.json: {name}: another container, which is not supported; want EXL3 tensors"])
+            why = "another container, which is not supported; want EXL3 tensors"
+            raise CheckpointError([f"config.json: {name}: {why}"])
     return {"quant_method": "exl3", SECTION: config[SECTION]} if SECTION in config else claimed
 
 
@@ -138,7 +140,8 @@ def _check_experts(section: Mapping[str, Any], config: Mapping[str, Any]) -> lis
     for part in (config, config.get("text_config") or {}):
         for key in EXPERT_COUNTS:
             if _whole(part.get(key), 1):
-                return [] if stored == part[key] else [_fault("experts_per_layer", stored, f"{part[key]}, as {key} says")]
+                want = f"{part[key]}, as {key} says"
+                return [] if stored == part[key] else [_fault("experts_per_layer", stored, want)]
     return [f"config.json: no {' or '.join(EXPERT_COUNTS)}: the model has no routed experts for {SECTION}"]
 
 
@@ -191,12 +194,13 @@ def _read_bitmap(
         return {}, [f"{name}: unreadable ({error}); {SECTION}.bits_per_expert names it"]
     if not isinstance(table, Mapping):
         return {}, [f"{name}: {type(table).__name__}, want an object with an entry per layer"]
-    by_layer, problems = {}, []
+    by_layer: dict[int, bytes] = {}
+    problems: list[str] = []
     for layer in range(section["moe_layers"][0], section["moe_layers"][1] + 1):
         entry = table.get(str(layer))
         found = _check_entry(f"{name}: layer {layer}", entry, key, rates, section["experts_per_layer"])
         problems += found
-        if not found and key in entry:
+        if not found and isinstance(entry, Mapping) and key in entry:
             by_layer[layer] = bytes(entry[key])
     return by_layer, problems
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the tensors of a layer's routed experts lie on one rank: offsets in flat parameters, cuts of stored tensors.
 
-A rank holds one or several slices of every expert; each slice has parameters of its own, and w13 and w2 are vLLM's names
-for the projections into the middle and out of it (w1 gate, w3 up, w2 down):
+A rank holds one or several slices of every expert; each slice has parameters of its own, and w13 and w2 are vLLM's
+names for the projections into the middle and out of it (w1 gate, w3 up, w2 down):
 
     w13_trellis  # for each rate, ascending: [w1 experts of that rate, k/16, n/16, 16*K], then the same for w3
     w2_trellis   # for each rate, ascending: [experts of that rate, k/16, n/16, 16*K]
@@ -11,14 +11,17 @@ for the projections into the middle and out of it (w1 gate, w3 up, w2 down):
     w2_suh       # [experts, width]
     w2_svh       # [experts, hidden]                 shared rotations: [hidden]
 
-So all experts of one (projection, rate) are one contiguous slab; within a rate the order is shard-major (w1, then w3), then
-the expert's offset in its group, experts ascending.  What a kernel reads is what was loaded, at the same address.
+So all experts of one (projection, rate) are one contiguous slab; within a rate the order is shard-major (w1, then w3),
+then the expert's offset in its group, experts ascending.  What a kernel reads is what was loaded, at the same address.
 Counts of experts a rate are data: no two layers need agree.  Numbers only: no torch, no vLLM.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -126,7 +129,8 @@ class ExpertParam:
         return (self.part.span, hidden) if shard == "w2" else (hidden, self.part.span)
 
     def _kept(self, shard: str) -> tuple[int, int]:
-        return tuple(stop - start for start, stop in self._spans(shard))
+        (top, bottom), (left, right) = self._spans(shard)
+        return bottom - top, right - left
 
     def _stored(self, shard: str, expert: int, sizes: tuple[int, int]) -> tuple[int, ...]:
         k, n = sizes
@@ -167,9 +171,9 @@ def expert_params(spec: ExpertsSpec, parts: tuple[RankSlice, ...]) -> list[Exper
     for part in parts:
         for matrix, shards in MATRICES.items():
             held = [spec.projections[shard] for shard in shards if shard in spec.projections]
-            for suffix in SUFFIXES:
-                if any(projection.has(expert, suffix) for projection in held for expert in range(spec.count)):
-                    params.append(ExpertParam(suffix, matrix, spec, part))
+            stored = functools.reduce(operator.or_, itertools.chain(*(projection.stored for projection in held)))
+            kinds = [suffix for bit, suffix in enumerate(SUFFIXES) if stored >> bit & 1]
+            params += [ExpertParam(suffix, matrix, spec, part) for suffix in kinds]
             if spec.shared_h:
                 params.append(ExpertParam(HIDDEN_SIDE[shards[0]], matrix, spec, part, shared=True))
     return params

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Provider `torch` of routed experts: the reference mathematics on any device.
 
-On a CPU every expert is decoded once, at load.  Elsewhere the experts that a call needs are decoded in that call, which is
-slow and needs no memory but one expert's: for a card that no kernel supports, and for comparison.
+On a CPU every expert is decoded once, at load.  Elsewhere the experts that a call needs are decoded in that call, which
+is slow and needs no memory but one expert's: for a card that no kernel supports, and for comparison.
 """
 
 from __future__ import annotations
