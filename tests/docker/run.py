@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make test-image`: builds the CPU image with a real Docker engine and uses it as a user does.
+
+Lint, compose in both modes, build, up, chat, recreate, stop, refusals, the installed files against the lock; then the
+CUDA image up to its compiled extension (COMPILE=0 leaves that out). Needs root on Debian; says so elsewhere and passes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import engine
+
+ROOT = Path(__file__).resolve().parents[2]
+CACHE = ROOT / ".cache"
+TAG = "exl3-vllm:test-cpu"
+DRIVER_MESSAGE = "could not select device driver"  # what Docker says of a GPU reservation without a GPU
+STOP_SECONDS = 15
+
+
+@dataclass
+class Bench:
+    """An engine, its tools, a checkpoint, and the variables that a user would set."""
+
+    tools: Path
+    host: str
+    folder: Path
+    variables: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        path = f"{Path(engine.CLIENT).parent}:{self.tools}:{os.environ['PATH']}"
+        return {"PATH": path, "HOME": str(self.folder), "DOCKER_HOST": self.host, "DOCKER_BUILDKIT": "1"}
+
+    def docker(self, *arguments: str) -> str:
+        return self.call([engine.CLIENT, *arguments]).stdout
+
+    def compose(self, *arguments: str, check: bool = True, **variables: str) -> subprocess.CompletedProcess[str]:
+        files = ["--file=docker/compose.yaml", "--file=tests/docker/host-network.yaml"]
+        command = [str(self.tools / "docker-compose"), *files, *arguments]
+        return self.call(command, check=check, **(self.variables | variables))
+
+    def call(self, command: list[str], check: bool = True, **variables: str) -> subprocess.CompletedProcess[str]:
+        environment = self.environment | {name: value for name, value in variables.items() if value != "(unset)"}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        if check and done.returncode:
+            raise AssertionError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
+        return done
+
+
+def main() -> int:
+    if reason := engine.why_not():
+        print(f"test-image: skipped, for {reason}")
+        return 0
+    tools = engine.install(CACHE)
+    folder = Path(tempfile.mkdtemp(prefix="exl3-image-"))
+    try:
+        lint(tools)
+        with engine.engine(folder / "docker") as host:
+            bench = Bench(tools=tools, host=host, folder=folder)
+            with step("base image"):
+                base = engine.base_image(CACHE, [engine.CLIENT], bench.environment)
+            build(bench, base, "--target=cpu", f"--tag={TAG}")
+            prepare(bench)
+            serve(bench)
+            for name, check in REFUSALS.items():
+                with step(f"refused: {name}"):
+                    check(bench)
+            with step("installed files against the lock"):
+                installed(bench)
+            if os.environ.get("COMPILE") != "0":
+                build(bench, base, "--target=cuda", "--stage=compile-cuda", "--tag=exl3-vllm:test-compile")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+@contextmanager
+def step(name: str) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    print(f"ok  {time.monotonic() - began:6.1f} s  {name}", flush=True)
+
+
+def lint(tools: Path) -> None:
+    with step("Dockerfile and compose files"):
+        subprocess.run([tools / "hadolint", "docker/Dockerfile"], cwd=ROOT, check=True)
+        given = {"PATH": os.environ["PATH"], "IMAGE": "x", "MODEL_DIR": "/x"}
+        for files in (["--file=docker/compose.yaml"], []):  # without --file, .env names both
+            subprocess.run([tools / "docker-compose", *files, "config", "--quiet"], cwd=ROOT, env=given, check=True)
+        text = subprocess.run(
+            [tools / "docker-compose", "config"], cwd=ROOT, env=given, check=True, capture_output=True, text=True
+        ).stdout
+        assert "driver: nvidia" in text, "the default composition has no GPU"
+
+
+def build(bench: Bench, base: str, *options: str) -> None:
+    with step(f"build {' '.join(options)}"):
+        command = [sys.executable, "-m", "release", "build", f"--base={base}", "--python=3.11"]
+        done = subprocess.run(
+            [*command, *options, "--docker-option=--network=host", "--docker-option=--progress=plain"], cwd=ROOT,
+            env=os.environ | bench.environment | {"HOME": os.environ.get("HOME", "/root")}, capture_output=True,
+            text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+
+
+def prepare(bench: Bench) -> None:
+    """A checkpoint, a port, a folder for caches that the image's user may write."""
+    model, cache = bench.folder / "model", bench.folder / "cache"
+    subprocess.run(
+        [sys.executable, "-m", "validate", "make-checkpoint", "dense", model, "--seed", "0"], cwd=ROOT, check=True
+    )
+    bench.folder.chmod(0o755)
+    cache.mkdir()
+    os.chown(cache, 1000, 1000)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    bench.variables = {
+        "IMAGE": TAG, "MODEL_DIR": str(model), "CACHE_DIR": str(cache), "LISTEN_PORT": str(port),
+        "LISTEN_HOST": "127.0.0.1", "SERVED_MODEL_NAME": "demo", "MAX_MODEL_LEN": "512", "API_KEY": "sesame",
+        "VLLM_CPU_KVCACHE_SPACE": "1", "SHM_SIZE": "1g", "RESTART": "no",
+    }  # fmt: skip
+
+
+def serve(bench: Bench) -> None:
+    with step("up until healthy"):
+        up(bench)
+    with step("chat"):
+        first = chat(bench)
+    with step("user, weights and root are as they should be"):
+        confined(bench)
+    with step("recreated: the same answer, from the same caches"):
+        before = cached(bench)
+        bench.compose("up", "--detach", "--wait", "--wait-timeout=600", "--force-recreate")
+        assert chat(bench) == first
+        assert before, "nothing was cached"
+        assert before <= cached(bench), "caches were made anew"
+        assert "sesame" not in bench.compose("logs").stdout, "the key is in the log"
+    with step("stopped in time"):
+        began = time.monotonic()
+        bench.compose("stop")
+        took = time.monotonic() - began
+        assert took < STOP_SECONDS, f"stop took {took:.0f} s"
+    bench.compose("down", "--volumes")
+
+
+def up(bench: Bench) -> None:
+    done = bench.compose("up", "--detach", "--wait", "--wait-timeout=600", check=False)
+    if done.returncode:
+        raise AssertionError(f"up: {done.stderr}\n{bench.compose('logs', '--tail=80').stdout}")
+
+
+def chat(bench: Bench) -> str:
+    body = {"model": "demo", "max_tokens": 8, "temperature": 0, "messages": [{"role": "user", "content": "Hello"}]}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{bench.variables['LISTEN_PORT']}/v1/chat/completions", json.dumps(body).encode(),
+        {"Content-Type": "application/json", "Authorization": "Bearer sesame"},
+    )  # fmt: skip
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        text = json.load(answer)["choices"][0]["message"]["content"]
+    assert text, "the answer is empty"
+    return str(text)
+
+
+def confined(bench: Bench) -> None:
+    script = "id -u; touch /model/x 2>&1; touch /opt/x 2>&1; command -v gcc cc c++ make; true"
+    lines = bench.compose("exec", "-T", "server", "sh", "-c", script).stdout.splitlines()
+    assert lines[0] == "1000", lines
+    assert [line.rpartition(": ")[2] for line in lines[1:]] == ["Read-only file system"] * 2, lines
+
+
+def cached(bench: Bench) -> set[str]:
+    """Files that the server wrote, but for its logs and locks."""
+    cache = Path(bench.variables["CACHE_DIR"])
+    return {f"{path}:{path.stat().st_mtime_ns}" for path in cache.rglob("*.pyc")}
+
+
+def refused(bench: Bench, message: str, **variables: str) -> None:
+    """`up` fails, and what it and the container say holds the message."""
+    done = bench.compose("up", "--detach", "--wait", "--wait-timeout=120", check=False, **variables)
+    said = done.stderr + bench.compose("logs", "--no-log-prefix", check=False, **variables).stdout
+    bench.compose("down", check=False, **variables)
+    assert done.returncode != 0, f"accepted: {variables}"
+    assert message in said, f"{variables}: want {message!r} in:\n{said}"
+
+
+def busy_port(bench: Bench) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", int(bench.variables["LISTEN_PORT"])))
+        taken.listen()
+        refused(bench, f"port {bench.variables['LISTEN_PORT']}: Address already in use")
+
+
+def not_a_checkpoint(bench: Bench) -> None:
+    empty = bench.folder / "empty"
+    empty.mkdir(exist_ok=True)
+    refused(bench, "model /model: no config.json, found nothing", MODEL_DIR=str(empty))
+
+
+def closed_cache(bench: Bench) -> None:
+    closed = bench.folder / "closed"
+    closed.mkdir(mode=0o700, exist_ok=True)
+    refused(bench, "Permission denied for user 1000:1000; want a folder it may write", CACHE_DIR=str(closed))
+
+
+def no_gpu(bench: Bench) -> None:
+    files = ["--file=docker/compose.yaml", "--file=docker/compose.gpu.yaml", "--file=tests/docker/host-network.yaml"]
+    done = bench.call([str(bench.tools / "docker-compose"), *files, "up", "--detach"], check=False, **bench.variables)
+    bench.compose("down", check=False)
+    assert done.returncode != 0
+    assert DRIVER_MESSAGE in done.stderr, done.stderr
+
+
+REFUSALS: dict[str, Callable[[Bench], None]] = {
+    "no IMAGE": lambda bench: refused(bench, "set IMAGE to the image to run", IMAGE="(unset)"),
+    "no MODEL_DIR": lambda bench: refused(bench, "set MODEL_DIR to the folder of an EXL3", MODEL_DIR="(unset)"),
+    "MODEL_DIR is not there": lambda bench: refused(bench, "does not exist", MODEL_DIR=str(bench.folder / "none")),
+    "MODEL_DIR has no checkpoint": not_a_checkpoint,
+    "port busy": busy_port,
+    "small /dev/shm": lambda bench: refused(bench, "/dev/shm: 64 MiB, want 512 MiB", SHM_SIZE="64m", TP="2"),
+    "ranks that the model does not split into": lambda bench: refused(bench, "tensor parallel size 3: ", TP="3"),
+    "no such preset": lambda bench: refused(bench, "PRESET=best: want one of generic, glm-5.2-exl3", PRESET="best"),
+    "a knob's value": lambda bench: refused(bench, "VLLM_EXL3_FUSED=maybe: want ", VLLM_EXL3_FUSED="maybe"),
+    "cache that is another's": closed_cache,
+    "GPUs where there are none": no_gpu,
+}
+
+
+def installed(bench: Bench) -> None:
+    mount = f"{ROOT}:/src:ro"
+    options = ["--rm", "--network=none", "--entrypoint=/opt/vllm/bin/python", f"--volume={mount}", "--workdir=/src"]
+    said = bench.docker("run", *options, TAG, "-m", "release", "verify", "--installed", "cpu")
+    assert "as locked" in said, said
+
+
+if __name__ == "__main__":
+    sys.exit(main())
