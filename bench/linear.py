@@ -48,15 +48,25 @@ def main(argv: list[str]) -> int:
     parity = load_exllamav3(options.exllamav3)
     card = torch.cuda.get_device_name(device)
     bandwidth = copy_bandwidth(device)
-    versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "exllamav3": options.exllamav3_version if parity else None}
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
+    if parity:
+        versions["exllamav3"] = options.exllamav3_version
     print(f"{card}, {versions}, copy {bandwidth / 1e12:.2f} TB/s")
-    rows = [row for k, n in options.shapes for row in measure_shape(k, n, options, parity, bandwidth, device)]
-    result = {"card": card, "versions": versions, "copy_bytes_per_second": bandwidth, "rows": rows}
+    result: dict[str, Any] = {"card": card, "versions": versions, "copy_bytes_per_second": bandwidth, "rows": []}
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"linear-{re.sub('[^a-z0-9]+', '-', card.lower())}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    for k, n in options.shapes:
+        result["rows"] += measure_shape(k, n, options, parity, bandwidth, device)
+        path.write_text(render(result))
     print(f"wrote {path}")
     return plot(path)
+
+
+def render(result: dict[str, Any]) -> str:
+    """JSON with one row of the table a line."""
+    head = {name: value for name, value in result.items() if name != "rows"}
+    rows = ",\n".join(json.dumps(row) for row in result["rows"])
+    return json.dumps(head, indent=1)[:-2] + f',\n "rows": [\n{rows}\n ]\n}}\n'
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
