@@ -54,6 +54,8 @@ class Audit:
         others, layers = experts.split_experts(self.tensors)
         self.linears = self._try(checkpoint.read_linears, others) or {}
         self.experts = self._read_experts(layers)
+        self.faults += experts.strange_tensors(others, self.experts)
+        self.faults += experts.model_disagreements(self.experts, self.config)
         if not self.faults and not self.linears and not self.experts:
             self.faults.append(f"{folder}: no tensor named *.trellis is there")
         self.warnings += checkpoint.storage_disagreements(folder, self.linears)

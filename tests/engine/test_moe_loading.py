@@ -19,8 +19,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.conftest import ROOT
 from tests.engine.scoring import greedy, score
+from tests.exl3_trellis.moe_layers import make_layer, make_spec, stored_tensors
 from tests.oracle import Oracle
 from validate.__main__ import main as validate
+from vllm.model_executor.layers.quantization.exl3_trellis.expert_intake import require_all_experts
 
 IDS = [7, 3, 250, 11, 98, 402, 5, 5, 31, 77]
 LAYER = "model.layers.1.mlp.experts"
@@ -145,6 +147,36 @@ def test_reload_after_preparation(engine, make):
     llm.collective_rpc("reload_weights")
     assert torch.equal(score(llm, IDS)[0], first)
     assert {name: param.data_ptr() for name, param in model_of(llm).named_parameters()} == addresses
+
+
+STYLES = {"gate, up, down": ("gate_proj", "down_proj", "up_proj"), "w1, w2, w3": ("w1", "w2", "w3")}
+
+
+@pytest.mark.parametrize("layout", ["per expert", "shared_h", "ordinary"])
+@pytest.mark.parametrize("names", STYLES.values(), ids=STYLES.keys())
+@pytest.mark.parametrize("place", ["routed_experts", ""], ids=["hand-rolled", "RoutedExperts.load_weights"])
+def test_every_loader_finds_the_parameters(layout, names, place):
+    """By the mapping that the loaders of all families share, MTP ones too: each stored tensor, and nothing twice."""
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+    from vllm.model_executor.layers.quantization.exl3_trellis.expert_names import local_name
+
+    ranks = None if layout == "ordinary" else 2
+    spec = make_spec(dict.fromkeys(("w1", "w3", "w2"), [3, 4, 3]), ranks=ranks, shared=layout == "shared_h")
+    gate, down, up = names
+    layer, _ = make_layer(spec, 256 if ranks else 128)
+    stored = {"w1": gate, "w3": up, "w2": down}
+    mapping = RoutedExperts.build_expert_params_mapping(gate, down, up, spec.count, routed_experts_prefix=place)
+    for (shard, expert, rank, suffix), tensor in stored_tensors(spec).items():
+        who, where = ("shared_h", 0) if expert < 0 else (str(expert), expert)
+        middle = f".rank{rank}" if ranks else ""
+        name = local_name(f"model.layers.3.mlp.experts.{who}.{stored[shard]}{middle}.{suffix}")
+        found = [(name.replace(old, new), e, s) for new, old, e, s in mapping if old in name]
+        ((path, *slot),) = found
+        assert slot == [where, shard]
+        parameter = path.removeprefix("model.layers.3.mlp.experts.").removeprefix(f"{place}." if place else "")
+        param = getattr(layer, parameter)
+        assert param.weight_loader(param, tensor, path, shard_id=shard, expert_id=where, return_success=True)
+    require_all_experts(layer)
 
 
 def test_made_up_weights(engine, make):

@@ -35,15 +35,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: make(root / name, form) for name, form in forms.items()}
 
 
-def read(folder: Path, change: Callable[[Headers], None] = lambda headers: None) -> contents.Contents:
-    """The contents of `folder` with its headers changed."""
+def read(folder: Path, change: Callable[[Headers], None] = lambda headers: None, **config: object) -> contents.Contents:
+    """The contents of `folder` with its headers, and keys of its config.json, changed."""
     headers = read_folder(folder)
     change(headers)
 
     def read_json(name: str) -> object:
         return json.loads((folder / name).read_text())
 
-    return contents.read_contents(read_json("config.json"), read_json, lambda: headers, "here")
+    return contents.read_contents(read_json("config.json") | config, read_json, lambda: headers, "here")
 
 
 def test_ordinary(folders):
@@ -126,6 +126,22 @@ BROKEN = {
         _copy(f"{UP}.trellis", f"{UP}.rank0.trellis"),
         [f"{LAYER}: rank-sliced, but config.json has no hybrid_tr3_tail"],
     ),
+    ("ordinary", "the last expert missing"): (
+        _drop_all(f"{LAYER}.3."),
+        [f"{LAYER}: 3 experts stored, want 4 as n_routed_experts says"],
+    ),
+    ("ordinary", "a bias"): (
+        _copy(f"{UP}.svh", f"{UP}.bias"),
+        [f"{UP}.bias: not supported of a routed expert; want trellis, suh, svh, su, sv, mcg, mul1 of a projection"],
+    ),
+    ("ordinary", "a projection in slices"): (
+        _copy(f"{UP}.svh", f"{UP}.slice.0.svh"),
+        [
+            f"{UP}.slice.0: has svh but no trellis",
+            f"{UP}.slice.0.svh: not supported of a routed expert; want trellis, suh, svh, su, sv, mcg, mul1 of a "
+            "projection",
+        ],
+    ),
     ("mixed", "one float32 suh"): (_set(f"{UP}.rank1.suh", dtype="F32"), [f"{UP}.rank1.suh: dtype F32, want F16"]),
     ("mixed", "a rank missing"): (_drop_all(f"{UP}.rank1."), [f"{UP}.rank1.trellis: missing"]),
     ("mixed", "a rank too many"): (
@@ -168,6 +184,31 @@ def test_refusal(folders, layout, change, messages):
     with pytest.raises(CheckpointError) as refused:
         read(folders[layout], change)
     assert refused.value.problems == messages
+
+
+def test_another_intermediate_size_is_refused(folders):
+    with pytest.raises(CheckpointError) as refused:
+        read(folders["ordinary"], moe_intermediate_size=300)
+    why = "intermediate size 256 stored, want 384 for 300 as moe_intermediate_size says"
+    assert refused.value.problems == [f"{LAYER}: {why}"]
+
+
+def test_names_of_another_style(folders):
+    """w1, w3 and w2 for gate, up and down; experts without a gate, whose projection into the middle is vLLM's w1."""
+    other = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+    def rename(headers: Headers) -> None:
+        for name in [name for name in headers if ".experts." in name]:
+            parts = name.split(".")
+            parts[-2] = other[parts[-2]]
+            headers[".".join(parts)] = headers.pop(name)
+
+    expected = read(folders["ordinary"]).experts[LAYER]
+    got = read(folders["ordinary"], rename).experts[LAYER]
+    assert {shard: p.name for shard, p in got.projections.items()} == {"w1": "w1", "w3": "w3", "w2": "w2"}
+    assert all(got.projections[shard].halves == expected.projections[shard].halves for shard in got.projections)
+    ungated = read(folders["ordinary"], _drop_all("gate_proj")).experts[LAYER]
+    assert {shard: p.name for shard, p in ungated.projections.items()} == {"w1": "up_proj", "w2": "down_proj"}
 
 
 def test_the_rates_of_the_metadata_must_be_those_of_the_tensors(folders, tmp_path):

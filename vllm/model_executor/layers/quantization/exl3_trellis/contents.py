@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .checkpoint import LinearSpec, read_linears
-from .experts import ExpertsSpec, read_experts, split_experts
+from .experts import ExpertsSpec, model_disagreements, read_experts, split_experts, strange_tensors
 from .rank_sliced import RankSliced, believed_quantization, read_metadata
 from .safetensors_headers import CheckpointError, TensorInfo, read_folder
 
@@ -63,6 +63,7 @@ def read_contents(
             experts = read_experts(layers, container)
         except CheckpointError as error:
             problems += error.problems
+        problems += strange_tensors(others, experts) + model_disagreements(experts, config)
         del others, layers
     if not problems and not linears and not experts:
         problems.append(f"{where}: the config says exl3, but no tensor named *.trellis is there")

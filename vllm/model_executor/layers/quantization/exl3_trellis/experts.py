@@ -14,9 +14,11 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from .checkpoint import MARKERS, SUFFIXES, LinearSpec, read_linear
-from .rank_sliced import SECTION, RankSliced
+from .layout import padded
+from .rank_sliced import EXPERT_COUNTS, SECTION, RankSliced
 from .safetensors_headers import CheckpointError, TensorInfo
 
 EXPERT = re.compile(rf"(.+\.experts)\.(\d+|shared_h)\.(\w+)(?:\.rank(\d+))?\.({'|'.join(SUFFIXES)})")
@@ -244,6 +246,34 @@ class _Layer:
                     shown = f"{want:g}" if want in allowed else " or ".join(map(str, allowed))
                     name = self._key(expert, projection.name, "0")
                     self.problems.append(f"{name}.trellis: {rate:g} bits a weight, want {shown} as the metadata says")
+
+
+STRANGE = re.compile(rf"(.+\.experts)\.(\d+)\.(.+)\.({'|'.join((*SUFFIXES, 'bias'))})")
+
+
+def strange_tensors(others: Mapping[str, TensorInfo], experts: Mapping[str, ExpertsSpec]) -> list[str]:
+    """Tensors beside those of EXL3 experts that would be left out in silence: biases, slices of a projection."""
+    problems = []
+    for name in others:
+        match = STRANGE.fullmatch(name) if ".experts." in name else None
+        if match and (match[4] != "bias" or match[1] in experts):
+            problems.append(f"{name}: not supported of a routed expert; want {', '.join(SUFFIXES)} of a projection")
+    return problems
+
+
+def model_disagreements(experts: Mapping[str, ExpertsSpec], config: Mapping[str, Any]) -> list[str]:
+    """Where the experts are not as many, or not of the size, that config.json says; what it does not say is not asked."""
+    text = {**(config.get("text_config") or {}), **config}
+    problems = []
+    for prefix, spec in experts.items():
+        for key in EXPERT_COUNTS:
+            if isinstance(text.get(key), int) and text[key] != spec.count:
+                problems.append(f"{prefix}: {spec.count} experts stored, want {text[key]} as {key} says")
+        middle, stored = text.get("moe_intermediate_size"), spec.width * (spec.ranks or 1)
+        if isinstance(middle, int) and padded(middle) != stored:
+            why = f"intermediate size {stored} stored, want {padded(middle)} for {middle} as moe_intermediate_size says"
+            problems.append(f"{prefix}: {why}")
+    return problems
 
 
 def codebook_rates(spec: ExpertsSpec) -> dict[str, dict[str, int]]:
