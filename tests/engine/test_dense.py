@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.engine.scoring import greedy, score
 
+from tests.engine.scoring import greedy, score
 from tests.oracle import Oracle
 from validate.__main__ import main as validate
 

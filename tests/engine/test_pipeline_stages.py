@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.engine.server import free_port
 
+from tests.engine.server import free_port
 from validate.__main__ import main as validate
 
 LAYERS = 5  # and an MTP layer
