@@ -88,6 +88,12 @@ __device__ __forceinline__ uint32_t add_half2(uint32_t a, uint32_t b) {
   return y;
 }
 
+__device__ __forceinline__ uint32_t sub_half2(uint32_t a, uint32_t b) {
+  uint32_t y;
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+
 __device__ __forceinline__ uint32_t fma_half2(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t y;
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));

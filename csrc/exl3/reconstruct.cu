@@ -20,12 +20,8 @@ cudaError_t run(const Matrix& a) {
         a.trellis, a.k, a.n, static_cast<T*>(a.w));
     return cudaGetLastError();
   }
-  auto kernel = reconstruct_original_kernel<kBook, kRate2, T>;
-  const cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kOriginalSharedBytes);
-  if (status != cudaSuccess) return status;
   const int blocks = (a.columns + kBlockColumns - 1) / kBlockColumns, groups = (a.k_true + kHadamard - 1) / kHadamard;
-  kernel<<<dim3(blocks, groups), 32 * kReconstructWarps, kOriginalSharedBytes, a.stream>>>(
+  reconstruct_original_kernel<kBook, kRate2, T><<<dim3(blocks, groups), 32 * kReconstructWarps, 0, a.stream>>>(
       a.trellis, a.suh, a.svh, a.n, a.k_true, a.first_block, a.columns, static_cast<T*>(a.w), a.stride);
   return cudaGetLastError();
 }

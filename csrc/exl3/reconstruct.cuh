@@ -16,10 +16,14 @@ __device__ __forceinline__ uint32_t pack_pair<__nv_bfloat16>(float low, float hi
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
+__device__ __forceinline__ float2 to_float2(uint32_t pair) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+}
+
 template <class T>
 __device__ __forceinline__ uint32_t from_half2(uint32_t pair) {
   if constexpr (sizeof(T) == 2 && !std::is_same_v<T, __half>) {
-    const float2 v = __half22float2(*reinterpret_cast<const __half2*>(&pair));
+    const float2 v = to_float2(pair);
     return pack_pair<T>(v.x, v.y);
   } else {
     return pair;
@@ -82,93 +86,106 @@ __device__ __forceinline__ uint32_t hadamard_pair(int i, int j) {
   return low | high << 16;
 }
 
-// v <- H8 v over eight accumulators of any kind.
+// v <- H8 v over eight registers of fp16 pairs, for each of kCount sets.
 template <int kCount>
-__device__ __forceinline__ void hadamard_8(float (&v)[8][kCount]) {
+__device__ __forceinline__ void hadamard_8(uint32_t (&v)[8][kCount]) {
 #pragma unroll
   for (int span = 1; span < 8; span *= 2)
 #pragma unroll
     for (int i = 0; i < 8; ++i)
       if ((i & span) == 0)
 #pragma unroll
-        for (int e = 0; e < kCount; ++e) butterfly(v[i][e], v[i + span][e]);
+        for (int e = 0; e < kCount; ++e) {
+          const uint32_t low = v[i][e], high = v[i + span][e];
+          v[i][e] = add_half2(low, high);
+          v[i + span][e] = sub_half2(low, high);
+        }
 }
 
-constexpr int kOriginalPitch = kBlockColumns + 4;
-constexpr int kOriginalSharedBytes = kHadamard * kOriginalPitch * 4;
+constexpr int kOriginalPitch = kBlockColumns / 2 + 8;  // words: rows 8 banks apart, 8-byte accesses free of conflicts
 
 // w [k_true, columns] = diag(suh) H W H diag(svh), columns from 128 * first_block. Grid: (blocks, k / 128).
 //
-// H128 = H8 (x) H16. The tile is the B operand of H16 W, whose accumulators, rounded once to fp16, are the A operand of
-// (H16 W) H16: the tensor cores do both sides of the inner transform without a shuffle. The outer H8 over tiles is
-// register adds: along k within a warp, along n after one exchange through shared memory.
+// H128 = H8 (x) H16. The tile is the B operand of H16 W, whose accumulators, rounded to fp16, are the A operand of
+// (H16 W) H16: the tensor cores do both sides of the inner transform without a shuffle. The columns of the second H16
+// are ordered so that a lane ends up with four neighbours. The outer H8 over tiles is adds of fp16 pairs: along k
+// within a warp, along n after one exchange through shared memory. Eight roundings to fp16 cost about 6e-4 of error.
 template <Codebook kBook, int kRate2, class T>
-__global__ void __launch_bounds__(32 * kReconstructWarps, 2)
+__global__ void __launch_bounds__(32 * kReconstructWarps, kRate2 == 14 ? 2 : 3)  // 7 bits: the most places to hold
     reconstruct_original_kernel(const unsigned char* trellis, const __half* suh, const __half* svh, int n, int k_true,
                                 int first_block, int columns, T* w, int64_t stride) {
-  extern __shared__ __align__(16) float block[];
+  __shared__ __align__(16) uint32_t block[kHadamard * kOriginalPitch];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-  const LanePlace<kRate2> place(lane);
-  const uint32_t h[4] = {hadamard_pair(g, 2 * c), hadamard_pair(g + 8, 2 * c), hadamard_pair(g, 2 * c + 8),
-                         hadamard_pair(g + 8, 2 * c + 8)};
-  const unsigned char* from =
-      trellis + (static_cast<int64_t>(blockIdx.y) * kBlockTiles * (n / kTile) +
-                 (first_block + blockIdx.x) * kBlockTiles + warp) *
-                    Rate<kRate2>::kTileBytes;
-  float v[8][8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    uint32_t b[4];  // b[0], b[2]: columns 0-7; b[1], b[3]: columns 8-15
-    const GlobalTile source{from + static_cast<int64_t>(i) * (n / kTile) * Rate<kRate2>::kTileBytes};
-    decode_tile<kBook, kRate2>(source, place, b);
-    float left[4] = {}, right[4] = {};
-    mma_m16n8k16(left, h, b[0], b[2]);
-    mma_m16n8k16(right, h, b[1], b[3]);
-    const uint32_t a[4] = {pack_half2(left[0], left[1]), pack_half2(left[2], left[3]), pack_half2(right[0], right[1]),
-                           pack_half2(right[2], right[3])};
-    float out[2][4] = {};
-    mma_m16n8k16(out[0], a, h[0], h[2]);  // H16 is symmetric: its A registers are its B registers
-    mma_m16n8k16(out[1], a, h[1], h[3]);
-#pragma unroll
-    for (int e = 0; e < 8; ++e) v[i][e] = out[e / 4][e % 4];
-  }
-  hadamard_8(v);
-#pragma unroll
-  for (int i = 0; i < 8; ++i)
-#pragma unroll
-    for (int e = 0; e < 8; e += 2) {
-      const int row = i * kTile + g + e / 2 % 2 * 8, column = warp * kTile + 2 * c + e / 4 * 8;
-      *reinterpret_cast<float2*>(block + row * kOriginalPitch + column) = make_float2(v[i][e], v[i][e + 1]);
-    }
-  __syncthreads();
-  // A lane now takes two neighbouring columns of all eight tiles of a row.
-  const int64_t k0 = static_cast<int64_t>(blockIdx.y) * kHadamard, n0 = static_cast<int64_t>(blockIdx.x) * kBlockColumns;
-  const int column = lane % 8 * 2;
-  float scale[8][2];
-#pragma unroll
-  for (int i = 0; i < 8; ++i)
-#pragma unroll
-    for (int e = 0; e < 2; ++e) scale[i][e] = __half2float(svh[first_block * kBlockColumns + n0 + i * kTile + column + e]) / kHadamard;
-  const bool pairs = stride % 2 == 0 && reinterpret_cast<uintptr_t>(w) % 4 == 0;
-  for (int row = warp * 4 + lane / 8; row < kHadamard && k0 + row < k_true; row += 4 * kReconstructWarps) {
-    float u[8][2];
+  {
+    const LanePlace<kRate2> place(lane);
+    const uint32_t h[4] = {hadamard_pair(g, 2 * c), hadamard_pair(g + 8, 2 * c), hadamard_pair(g, 2 * c + 8),
+                           hadamard_pair(g + 8, 2 * c + 8)};
+    const int column = g / 2 * 4 + g % 2;  // of accumulator column g in the first product; two more in the second
+    const uint32_t right[2][2] = {{hadamard_pair(column, 2 * c), hadamard_pair(column, 2 * c + 8)},
+                                  {hadamard_pair(column + 2, 2 * c), hadamard_pair(column + 2, 2 * c + 8)}};
+    const int64_t pitch = static_cast<int64_t>(n / kTile) * Rate<kRate2>::kTileBytes;
+    const unsigned char* from = trellis + blockIdx.y * kBlockTiles * pitch +
+                                ((first_block + blockIdx.x) * kBlockTiles + warp) * Rate<kRate2>::kTileBytes;
+    uint32_t v[8][4];  // rows g, g + 8 of tile i; columns 4c, 4c+1, then 4c+2, 4c+3
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const float2 read = *reinterpret_cast<const float2*>(block + row * kOriginalPitch + i * kTile + column);
+      uint32_t b[4];  // b[0], b[2]: columns 0-7; b[1], b[3]: columns 8-15
+      decode_tile<kBook, kRate2>(GlobalTile{from + i * pitch}, place, b);
+      float low[4] = {}, high[4] = {};
+      mma_m16n8k16(low, h, b[0], b[2]);
+      mma_m16n8k16(high, h, b[1], b[3]);
+      const uint32_t a[4] = {pack_half2(low[0], low[1]), pack_half2(low[2], low[3]), pack_half2(high[0], high[1]),
+                             pack_half2(high[2], high[3])};
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float out[4] = {};
+        mma_m16n8k16(out, a, right[half][0], right[half][1]);
+        v[i][half] = pack_half2(out[0], out[1]);
+        v[i][2 + half] = pack_half2(out[2], out[3]);
+      }
+    }
+    hadamard_8(v);
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        *reinterpret_cast<uint2*>(block + (i * kTile + g + 8 * half) * kOriginalPitch + warp * 8 + 2 * c) =
+            make_uint2(v[i][2 * half], v[i][2 * half + 1]);
+  }
+  __syncthreads();
+  // A lane now takes four neighbouring columns of all eight tiles of a row.
+  const int64_t k0 = static_cast<int64_t>(blockIdx.y) * kHadamard, n0 = static_cast<int64_t>(blockIdx.x) * kBlockColumns;
+  const bool wide = stride % 4 == 0 && reinterpret_cast<uintptr_t>(w) % 8 == 0 && n0 + kBlockColumns <= columns;
+  uint2 scales[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    scales[i] = *reinterpret_cast<const uint2*>(svh + first_block * kBlockColumns + n0 + i * kTile + 4 * c);
+#pragma unroll 1
+  for (int row = warp * 8 + g; row < kHadamard && k0 + row < k_true; row += 8 * kReconstructWarps) {
+    uint32_t u[8][2];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const uint2 read = *reinterpret_cast<const uint2*>(block + row * kOriginalPitch + i * 8 + 2 * c);
       u[i][0] = read.x, u[i][1] = read.y;
     }
     hadamard_8(u);
-    const float row_scale = __half2float(suh[k0 + row]);
-    uint16_t* to = reinterpret_cast<uint16_t*>(w) + (k0 + row) * stride + n0 + column;
+    const float row_scale = __half2float(suh[k0 + row]) / kHadamard;
+    uint16_t* to = reinterpret_cast<uint16_t*>(w) + (k0 + row) * stride + n0 + 4 * c;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const int64_t left = columns - (n0 + i * kTile + column);
-      const uint32_t pair = pack_pair<T>(u[i][0] * (row_scale * scale[i][0]), u[i][1] * (row_scale * scale[i][1]));
-      if (pairs && left >= 2) {
-        *reinterpret_cast<uint32_t*>(to + i * kTile) = pair;
+      const float2 low = to_float2(u[i][0]), high = to_float2(u[i][1]);
+      const float2 low_scale = to_float2(scales[i].x), high_scale = to_float2(scales[i].y);
+      const uint2 four = make_uint2(
+          pack_pair<T>(low.x * (row_scale * low_scale.x), low.y * (row_scale * low_scale.y)),
+          pack_pair<T>(high.x * (row_scale * high_scale.x), high.y * (row_scale * high_scale.y)));
+      if (wide) {
+        *reinterpret_cast<uint2*>(to + i * kTile) = four;
       } else {
-        if (left >= 1) to[i * kTile] = static_cast<uint16_t>(pair);
-        if (left >= 2) to[i * kTile + 1] = static_cast<uint16_t>(pair >> 16);
+        const int64_t left = columns - (n0 + i * kTile + 4 * c);
+        if (left > 0) to[i * kTile] = static_cast<uint16_t>(four.x);
+        if (left > 1) to[i * kTile + 1] = static_cast<uint16_t>(four.x >> 16);
+        if (left > 2) to[i * kTile + 2] = static_cast<uint16_t>(four.y);
+        if (left > 3) to[i * kTile + 3] = static_cast<uint16_t>(four.y >> 16);
       }
     }
   }

@@ -31,7 +31,7 @@ BLOCKS_PER_SM = 2  # what the registers of the fused kernels allow; more blocks 
 
 # Most rows the fused kernels take, by card.  (least SM, rows, the measurement that chose it)
 CROSSOVERS = (
-    (90, 384, "bench linear, one H200, 8192 x 8192, 4 bits: see csrc/exl3/README.md"),
+    (90, 256, "bench linear, one H200: at 256 rows both ways take the same time, see csrc/exl3/README.md"),
     (80, 128, "not measured: one row tile of the widest kernel, so that each weight is decoded once"),
 )
 
