@@ -6,7 +6,7 @@ PYTEST := $(BIN)/python -m pytest --timeout=900
 CODE := $(wildcard release validate bench vllm)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-gpu lint compose lock verify
+.PHONY: help venv demo test test-all test-gpu lint compose lock verify image test-image
 
 help:  ## list these
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -40,3 +40,9 @@ lock:  ## bring release/manifest.lock up to date (RESOLVE=1: the dependencies to
 
 verify:  ## check the lock, the checkout and the wheels in dist against each other
 	@$(PYTHON) -m release verify
+
+image:  ## build the image with Docker: TARGET=cuda or cpu
+	@$(PYTHON) -m release build --target $(or $(TARGET),cuda)
+
+test-image: venv  ## build the CPU image with a real engine of its own and use it; root on Debian only
+	@$(BIN)/python tests/docker/run.py

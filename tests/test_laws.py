@@ -123,7 +123,7 @@ _FORBIDDEN = {
         r"pypi[.]org|pythonhosted[.]org|npmjs[.]org|debian[.]org|pytorch[.]org/whl"
     ),
 }
-_MAY_NAME_PATHS = ("docker/",)  # paths inside the image are the image's own
+_MAY_NAME_PATHS = ("docker/", "tests/docker/")  # paths inside the image are the image's own
 
 
 @pytest.mark.parametrize("file", FILES)
