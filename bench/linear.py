@@ -72,7 +72,7 @@ def render(result: dict[str, Any]) -> str:
 def parse(argv: list[str]) -> argparse.Namespace:
     """Options; the defaults are the full table."""
     parser = argparse.ArgumentParser(prog="bench linear", description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", type=lambda s: [tuple(map(int, p.split("x"))) for p in s.split(",")], default=SHAPES)
+    parser.add_argument("--shapes", type=shapes, default=SHAPES, help="8192x8192,...")
     parser.add_argument("--rates", type=lambda s: [float(p) for p in s.split(",")], default=RATES)
     parser.add_argument("--codebooks", type=lambda s: s.split(","), default=BOOKS)
     parser.add_argument("--rows", type=lambda s: [int(p) for p in s.split(",")], default=ROWS)
@@ -81,6 +81,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--exllamav3-version", default="1.6.5")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     return parser.parse_args(argv)
+
+
+def shapes(text: str) -> list[tuple[int, ...]]:
+    """8192x8192,4096x12288 as pairs (k, n)."""
+    return [tuple(map(int, pair.split("x"))) for pair in text.split(",")]
 
 
 def load_exllamav3(path: Path | None) -> Any:
@@ -136,7 +141,8 @@ def line(row: Row) -> str:
     us = row["us"]
     times = "  ".join(f"{name} {t:7.1f}" for name, t in us.items())
     ratios = "  ".join(f"{name}/native {t / us['native']:5.2f}" for name, t in us.items() if name != "native")
-    return f"{k:5}x{n:<5} {row['codebook']:5} {row['K']:g} bit  m {row['m']:4}  {times}  floor {row['floor_us']:5.1f}  {ratios}"
+    layer = f"{k:5}x{n:<5} {row['codebook']:5} {row['K']:g} bit  m {row['m']:4}"
+    return f"{layer}  {times}  floor {row['floor_us']:5.1f}  {ratios}"
 
 
 def random_weights(k: int, n: int, rate: float, device: torch.device, seed: int) -> LinearWeights:

@@ -94,7 +94,8 @@ def test_short_inputs_count_as_zeros_and_outputs_are_cut() -> None:
 @pytest.mark.parametrize("rates", [(3.0, 3.0, 3.0), (3.0, 4.0, 6.0), (2.0, 8.0)])
 @pytest.mark.parametrize("fused_rows", [1 << 20, 0])
 def test_merged_outputs_of_several_rates(rates: tuple[float, ...], fused_rows: int) -> None:
-    layers = [layer(K, n, rate, "mul1", seed) for seed, (n, rate) in enumerate(zip((384, 128, 256), rates, strict=False))]
+    sizes = zip((384, 128, 256), rates, strict=False)
+    layers = [layer(K, n, rate, "mul1", seed) for seed, (n, rate) in enumerate(sizes)]
     widths = [of.n - 5 for of in layers]
     trellis = torch.cat([of.trellis.view(-1) for of in layers])
     suh, svh = (torch.cat([getattr(of, side) for of in layers]) for side in ("suh", "svh"))

@@ -98,9 +98,7 @@ def _linear(
         columns = sum(shards[0::SHARD_INTS])
         size = fused_scratch_bytes(m, k, columns, len(shards) // SHARD_INTS, splits)
         dependent = torch.cuda.get_device_capability(x.device)[0] >= 9
-        torch.ops.exl3.linear(
-            y, x, trellis, suh, svh, scratch(x.device, size), k, shards, codebook, splits, dependent
-        )
+        torch.ops.exl3.linear(y, x, trellis, suh, svh, scratch(x.device, size), k, shards, codebook, splits, dependent)
     else:
         _many_rows(y, x, (trellis, suh, svh), k, shards, codebook, chunk_columns)
     return y
@@ -161,7 +159,13 @@ def _linear_fake(
 
 
 def _parity_linear(
-    x: torch.Tensor, trellis: torch.Tensor, suh: torch.Tensor, svh: torch.Tensor, k: int, shards: list[int], codebook: int
+    x: torch.Tensor,
+    trellis: torch.Tensor,
+    suh: torch.Tensor,
+    svh: torch.Tensor,
+    k: int,
+    shards: list[int],
+    codebook: int,
 ) -> torch.Tensor:
     """The same product by exllamav3's own kernel, one call a shard, fp32 accumulators written out.
 
@@ -186,7 +190,13 @@ def _parity_linear(
 
 
 def _parity_linear_fake(
-    x: torch.Tensor, trellis: torch.Tensor, suh: torch.Tensor, svh: torch.Tensor, k: int, shards: list[int], codebook: int
+    x: torch.Tensor,
+    trellis: torch.Tensor,
+    suh: torch.Tensor,
+    svh: torch.Tensor,
+    k: int,
+    shards: list[int],
+    codebook: int,
 ) -> torch.Tensor:
     return x.new_empty(x.shape[0], sum(shards[2::SHARD_INTS]))
 

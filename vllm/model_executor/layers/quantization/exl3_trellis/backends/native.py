@@ -26,7 +26,7 @@ MIN_SM = 80  # mma.sync m16n8k16 and cp.async
 # Four stages of 32 rows at 8 bits: the most shared memory any fused kernel asks for.
 SHARED_BYTES = 98_304
 MAX_SHARDS = 8
-CHUNK_BYTES = 128 << 20  # of dense weights at a time: 8192 x 8192 in one piece, and the library's tiles stay many
+CHUNK_BYTES = 160 << 20  # of dense weights at a time: 8192 x 8192 in one piece, and the library's tiles stay many
 BLOCKS_PER_SM = 2  # what the registers of the fused kernels allow; more blocks would run in a second wave
 
 # Most rows the fused kernels take, by card.  (least SM, rows, the measurement that chose it)
@@ -82,7 +82,7 @@ def plan(query: LinearQuery, device: Device) -> NativePlan:
     elif not query.fused:
         rows = 0
     fused_rows = min(rows, query.max_rows)
-    chunk = max(128, CHUNK_BYTES // (2 * query.width) // 128 * 128)
+    chunk = chunk_columns(query)
     columns = sum(shard.n for shard in query.shards)
     # More rows may need a smaller tile and less scratch in all, so every count is asked.
     counts = {min(tile, fused_rows) for tile in (*ops.ROW_TILES, fused_rows)} if fused_rows else set()
@@ -98,6 +98,13 @@ def plan(query: LinearQuery, device: Device) -> NativePlan:
         chunk_columns=chunk,
         workspace_bytes=size,
     )
+
+
+def chunk_columns(query: LinearQuery) -> int:
+    """Columns to decode at a time for many rows: few and equal chunks of the widest shard, within CHUNK_BYTES."""
+    widest = max(shard.n for shard in query.shards) // 128
+    most = max(1, CHUNK_BYTES // (2 * 128 * query.width))
+    return -(-widest // -(-widest // most)) * 128
 
 
 def splits_for(query: LinearQuery, device: Device) -> int:
