@@ -55,6 +55,8 @@ def compose(
     if extension is not None and target != "cuda":
         raise ReleaseError(f"--extension: the {target} wheel has no compiled extension, want --target cuda")
     pins = read_pins(root)
+    if target not in pins.wheels:
+        raise ReleaseError(f"release/pins.toml: no [upstream.{target}], so there is no {target} fork of this version")
     wheel = pins.wheels[target]
     series = stack.read_stack(root, pins, draft=draft)
     source = upstream.obtain(root, pins, target)

@@ -81,15 +81,17 @@ def _parse_file(line: str) -> File:
 
 def project(pins: Pins, compositions: Mapping[str, Composition]) -> str:
     """What is resolved, as a pyproject file: the needs of both composed wheels as extras, and those of the tools."""
-    cpu = _requirements(compositions["cpu"].metadata)
     cuda = _requirements(compositions["cuda"].metadata)
-    without_torch = [line for line in cpu if requirement_name(line) != "torch"]
     extras = {
-        "cpu": sorted([*without_torch, *pins.torch_requires, *pins.extra["cpu"]]),
         "cuda": sorted([*cuda, *pins.extra["cuda"]]),
         "tools": sorted([*pins.tools, pins.resolver]),
         "torch-cuda": [f"torch=={pins.torch_version}"],
     }
+    if "cpu" in compositions:
+        without_torch = [
+            line for line in _requirements(compositions["cpu"].metadata) if requirement_name(line) != "torch"
+        ]
+        extras = {"cpu": sorted([*without_torch, *pins.torch_requires, *pins.extra["cpu"]])} | extras
     oldest, newest = pins.pythons[0], pins.pythons[-1]
     major, minor = newest.split(".")
     lines = ["[project]", 'name = "fork"', 'version = "0"']

@@ -20,7 +20,7 @@ from release.checkout import CSRC, DOCKER, OVERLAY, files_of, sha256_of_file, wr
 from release.compose import Composition
 from release.dependencies import Dependencies, from_table, inputs_hash, project
 from release.errors import ReleaseError
-from release.pins import TARGETS, Pins, read_pins
+from release.pins import Pins, read_pins
 
 LOCK = "release/manifest.lock"
 _HEAD = """\
@@ -43,7 +43,9 @@ def generate(root: Path, *, resolve_again: bool = False, draft: bool = False) ->
     """Computes every generated file. Raises ReleaseError where an input is wrong or the dependencies are stale."""
     pins = read_pins(root)
     notice = _notice(root, pins)
-    compositions = {target: compose.compose(root, target, notice=notice.encode(), draft=draft) for target in TARGETS}
+    compositions = {
+        target: compose.compose(root, target, notice=notice.encode(), draft=draft) for target in pins.wheels
+    }
     text = project(pins, compositions)
     dependencies = resolve.resolve(root, pins, text) if resolve_again else _kept(root, text)
     table = _table(root, pins, compositions, dependencies)
@@ -130,10 +132,10 @@ def _kept(root: Path, text: str) -> Dependencies:
 def _table(
     root: Path, pins: Pins, compositions: Mapping[str, Composition], dependencies: Dependencies
 ) -> dict[str, Any]:
-    first = compositions[TARGETS[0]]
+    first = compositions["cuda"]
     patches = []
     for index, patch in enumerate(first.patches):
-        trees = {target: compositions[target].patch_trees[index] for target in TARGETS}
+        trees = {target: compositions[target].patch_trees[index] for target in compositions}
         patches.append({"file": patch.name, "sha256": patch.sha256, "touches": sorted(patch.touches), "tree": trees})
     return {
         "format": 1,
@@ -147,7 +149,7 @@ def _table(
         "overlay": hashes(root, OVERLAY),
         "csrc": hashes(root, CSRC),
         "image": {"base": pins.image_base, "python": pins.image_python, "files": hashes(root, DOCKER)},
-        "composed": {target: _composed(compositions[target]) for target in TARGETS},
+        "composed": {target: _composed(compositions[target]) for target in compositions},
         "dependencies": dependencies.as_table(),
     }
 

@@ -44,7 +44,7 @@ class Pins:
     author: str  # the From line of every patch
     upstream_version: str
     upstream_commit: str
-    wheels: Mapping[str, UpstreamWheel]  # by target
+    wheels: Mapping[str, UpstreamWheel]  # by target; upstream may have no cpu wheel of a version
     forbidden: tuple[str, ...]  # paths no patch may touch
     reasons: tuple[str, ...]
     pythons: tuple[str, ...]  # "3.11", ...
@@ -78,7 +78,7 @@ def _pins(raw: Mapping[str, Any]) -> Pins:
     upstream, torch, dependencies = raw["upstream"], raw["torch"], raw["dependencies"]
     base = f"{upstream['version']}+exl3.{raw['fork']['release']}"
     wheels = {}
-    for target in TARGETS:
+    for target in (target for target in TARGETS if target in upstream or target == "cuda"):
         entry = upstream[target]
         wheels[target] = UpstreamWheel(
             target=target,

@@ -44,10 +44,15 @@ def resolve(root: Path, pins: Pins, text: str) -> Dependencies:
         _run([*run, "lock", f"--python={python}"], environment)
         exported: dict[str, list[Mapping[str, Any]]] = {}
         for extra, options in _EXTRAS.items():
+            if extra == "cpu" and "cpu" not in pins.wheels:
+                continue
             command = [*run, "export", f"--python={python}", "--frozen", "--format=pylock.toml", "--no-emit-project"]
             exported[extra] = tomllib.loads(_run([*command, f"--extra={extra}", *options], environment))["packages"]
-    groups: dict[str, tuple[str, ...]] = {"torch-cpu": (f"torch=={pins.torch_version}+cpu",)}
-    files = {groups["torch-cpu"][0]: tuple(_sorted(_cpu_torch(pins)))}
+    groups: dict[str, tuple[str, ...]] = {}
+    files: dict[str, tuple[File, ...]] = {}
+    if "cpu" in pins.wheels:
+        groups["torch-cpu"] = (f"torch=={pins.torch_version}+cpu",)
+        files[groups["torch-cpu"][0]] = tuple(_sorted(_cpu_torch(pins)))
     for extra, packages in exported.items():
         groups[extra] = tuple(_lines(python, pins, packages))
         for package in packages:
