@@ -100,9 +100,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     start_seconds = time.perf_counter() - began
     speeds = {}
     for batch in options.batches:
-        prompts = [{"prompt_token_ids": PROMPT} for _ in range(batch)]
+        prompts: list[Any] = [{"prompt_token_ids": PROMPT} for _ in range(batch)]
 
-        def seconds(tokens: int, prompts: list[dict[str, list[int]]] = prompts) -> float:
+        def seconds(tokens: int, prompts: list[Any] = prompts) -> float:
             params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False)
             began = time.perf_counter()
             llm.generate(prompts, params, use_tqdm=False)

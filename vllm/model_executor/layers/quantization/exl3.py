@@ -36,6 +36,7 @@ from .exl3_trellis.support import require_supported, split_experts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.model_executor.layers.quantization import QuantizationMethods
     from vllm.model_executor.models.utils import WeightsMapper
 
 logger = init_logger(__name__)
@@ -66,7 +67,7 @@ class EXL3Config(QuantizationConfig):
         return f"EXL3Config({len(self.linears)} modules, {len(self.experts)} layers of experts)"
 
     @classmethod
-    def get_name(cls) -> str:
+    def get_name(cls) -> QuantizationMethods:
         return "exl3"
 
     @classmethod
@@ -177,6 +178,6 @@ class EXL3Config(QuantizationConfig):
             stored = self.modules[module]
             return [Source(module=stored, spec=self.linears[stored])]
         sources: list[Source] = []
-        while stored := self.modules.get(f"{name}.slice.{len(sources)}"):
-            sources.append(Source(module=stored, spec=self.linears[stored], part=len(sources)))
+        while part := self.modules.get(f"{name}.slice.{len(sources)}"):
+            sources.append(Source(module=part, spec=self.linears[part], part=len(sources)))
         return sources

@@ -8,7 +8,7 @@ loaded, at the same address.  No vLLM.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from .checkpoint import MARKERS
 from .codebook import CODEBOOKS
 from .layout import window
 from .placement import Piece, Source
+from .reference import unpack_signs
 from .safetensors_headers import CheckpointError
 
 PLAIN = "weight"  # the parameter of an unquantized sibling
@@ -63,13 +64,14 @@ def create_params(
 
     A source that this rank keeps nothing of has empty parameters: its tensors are in the stream all the same.
     """
-    slots = {(param_name(s, suffix), suffix): [] for s in sources for suffix in _suffixes(s)}
+    names = ((param_name(source, suffix), suffix) for source in sources for suffix in _suffixes(source))
+    slots: dict[tuple[str, str], list[Slot]] = {name: [] for name in names}
     for piece in pieces:
         for suffix in _suffixes(piece.source):
             row = slots[param_name(piece.source, suffix), suffix]
             offset = row[-1].offset + math.prod(row[-1].shape) if row else 0
             row.append(_slot(piece, suffix, offset))
-    filled: set[str] = set()
+    filled: set[tuple[str, int]] = set()
     for (name, suffix), row in slots.items():
         elements = row[-1].offset + math.prod(row[-1].shape) if row else 0
         param = Parameter(torch.empty(elements, dtype=DTYPES.get(suffix, plain_dtype)), requires_grad=False)
@@ -82,12 +84,14 @@ def create_params(
 def _slot(piece: Piece, suffix: str, offset: int) -> Slot:
     spec = piece.source.spec
     if spec is None:
-        rows, columns = slice(*piece.rows), slice(*piece.columns)
-        shape = (piece.width, piece.x_width)
-        return Slot(piece=piece, suffix=suffix, stored=(), cut=(columns, rows), shape=shape, offset=offset)
+        cut: tuple[slice, ...] = (slice(*piece.columns), slice(*piece.rows))
+        return Slot(
+            piece=piece, suffix=suffix, stored=(), cut=cut, shape=(piece.width, piece.x_width), offset=offset
+        )
     stored = spec.shape(suffix)
     cut = window(suffix, piece.rows, piece.columns) if stored else ()
-    shape = tuple(len(range(*part.indices(extent))) for part, extent in zip(cut, stored)) + stored[len(cut) :]
+    shape = tuple(len(range(*part.indices(extent))) for part, extent in zip(cut, stored, strict=False))
+    shape += stored[len(cut) :]
     return Slot(piece=piece, suffix=suffix, stored=stored, cut=cut, shape=shape or (1,), offset=offset)
 
 
@@ -111,7 +115,7 @@ def load_tensor(
         kept = loaded_weight[slot.cut] if slot.cut else loaded_weight.reshape(slot.shape)
         slot.view(param).copy_(kept)
         if not param.is_meta:
-            param.exl3_filled.add(slot.tensor)
+            param.exl3_filled.add((slot.tensor, slot.piece.output))
 
 
 def output_indices(shard_id: str | int | tuple[int, ...] | None) -> set[int] | None:
@@ -134,17 +138,17 @@ def _check(slot: Slot, loaded: torch.Tensor) -> None:
     if tuple(loaded.shape) != slot.stored and loaded.numel() != 1:
         raise CheckpointError([f"{slot.tensor}: shape {list(loaded.shape)}, want {list(slot.stored)}"])
     if slot.suffix in MARKERS and not loaded.is_meta and int(loaded) != CODEBOOKS[slot.suffix].marker_int32:
-        value, want = int(loaded) & 0xFFFFFFFF, CODEBOOKS[slot.suffix].marker
-        raise CheckpointError([f"{slot.tensor}: value 0x{value:08X}, want 0x{want:08X}"])
+        found = int(loaded) & 0xFFFFFFFF
+        raise CheckpointError([f"{slot.tensor}: value 0x{found:08X}, want 0x{CODEBOOKS[slot.suffix].marker:08X}"])
 
 
 def require_complete(layer: Module) -> None:
     """Raise CheckpointError unless every slot of the layer has been filled; then forget, ready for a reload."""
     slots = [slot for param in layer.parameters() for slot in getattr(param, "exl3_slots", ())]
-    filled = next((param.exl3_filled for param in layer.parameters() if hasattr(param, "exl3_filled")), set())
-    missing = sorted({slot.tensor for slot in slots} - filled)
+    filled: set[tuple[str, int]] = next(p.exl3_filled for p in layer.parameters() if hasattr(p, "exl3_filled"))
+    missing = {(slot.tensor, slot.piece.output) for slot in slots} - filled
     if missing:
-        raise CheckpointError([f"{name}: never loaded" for name in missing])
+        raise CheckpointError([f"{name}: never loaded" for name in sorted({name for name, _ in missing})])
     filled.clear()
 
 
@@ -156,26 +160,23 @@ def make_up(layer: Module) -> None:
             if slot.suffix in ("trellis", "su", "sv"):
                 view.random_(-(2**15), 2**15)
             elif slot.suffix in ("suh", "svh"):
-                view.fill_(slot.piece.source.spec.k ** -0.25)  # both together keep the scale of the activations
+                view.fill_(slot.piece.source.stored.k ** -0.25)  # both together keep the scale of the activations
 
 
-def gather(
-    layer: Module, pieces: Iterable[Piece], suffix: str, read: Callable[[Slot, torch.Tensor], torch.Tensor] | None = None
-) -> torch.Tensor:
+def gather(layer: Module, pieces: Iterable[Piece], suffix: str) -> torch.Tensor:
     """The tensors `suffix` of some pieces, flat and end to end: the parameter itself where it holds just these.
 
     Args:
         layer: holds the parameters.
         pieces: which, in which order.
-        suffix: "trellis", "suh" or "svh".
-        read: how to turn a slot that has another suffix (legacy signs) into elements of this one.
+        suffix: "trellis", "suh" or "svh"; legacy signs are unpacked.
     """
     found = [_find(layer, piece, suffix) for piece in pieces]
     slots = tuple(slot for slot, _ in found)
     param = found[0][1]
     if slots == param.exl3_slots and slots[0].suffix == suffix:
         return param.data
-    views = [slot.view(p) if slot.suffix == suffix else read(slot, slot.view(p)) for slot, p in found]
+    views = [slot.view(p) if slot.suffix == suffix else unpack_signs(slot.view(p)) for slot, p in found]
     return torch.cat([view.reshape(-1) for view in views])
 
 

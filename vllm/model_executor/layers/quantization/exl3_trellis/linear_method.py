@@ -27,7 +27,6 @@ from .intake import PLAIN, create_params, gather, make_up, output_indices, requi
 from .layout import padded
 from .placement import Owned, Piece, Source, place
 from .plan import Device, LinearQuery, Plan, Shard, choose
-from .reference import unpack_signs
 from .role import capacity_of
 
 logger = init_logger(__name__)
@@ -103,7 +102,7 @@ class EXL3LinearMethod(LinearMethodBase):
         quantized = [piece for piece in layer.exl3_pieces if piece.source.spec is not None]
         products: dict[tuple[int, int, str], list[Piece]] = {}
         for piece in quantized:
-            products.setdefault((piece.x_start, piece.x_width, piece.source.spec.codebook), []).append(piece)
+            products.setdefault((piece.x_start, piece.x_width, piece.source.stored.codebook), []).append(piece)
         prepared = [self._prepare(layer, index, tuple(group)) for index, group in enumerate(products.values())]
         for name in loaded:
             if name != PLAIN:
@@ -121,8 +120,8 @@ class EXL3LinearMethod(LinearMethodBase):
         query = _query(pieces, layer.exl3_dtype, layer.exl3_max_rows)
         weights = backends.LinearWeights(
             trellis=gather(layer, pieces, "trellis"),
-            suh=gather(layer, pieces, "suh", lambda _, signs: unpack_signs(signs)),
-            svh=gather(layer, pieces, "svh", lambda _, signs: unpack_signs(signs)),
+            suh=gather(layer, pieces, "suh"),
+            svh=gather(layer, pieces, "svh"),
         )
         device = Device.of(weights.trellis.device)
         forced = None if envs.VLLM_EXL3_BACKEND == "auto" else envs.VLLM_EXL3_BACKEND
@@ -170,8 +169,8 @@ def _query(pieces: tuple[Piece, ...], dtype: torch.dtype, max_rows: int) -> Line
             n=piece.columns[1] - piece.columns[0],
             width=piece.width,
             first=piece.first,
-            rate=piece.source.spec.rate,
-            codebook=piece.source.spec.codebook,
+            rate=piece.source.stored.rate,
+            codebook=piece.source.stored.codebook,
         )
         for piece in pieces
     )

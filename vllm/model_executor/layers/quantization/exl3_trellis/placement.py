@@ -12,7 +12,7 @@ Plain numbers: no torch, no vLLM.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .checkpoint import LinearSpec
@@ -39,6 +39,12 @@ class Source:
     module: str  # checkpoint name
     spec: LinearSpec | None
     part: int | None = None  # i of `.slice.{i}`
+
+    @property
+    def stored(self) -> LinearSpec:
+        """The spec of a source that is known to be quantized."""
+        assert self.spec is not None, self.module
+        return self.spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +96,7 @@ def _outputs_held(component: Sequence[Source], outputs: Sequence[Owned], one_eac
     """How many of the next outputs a component holds: as many as its stored width is the padding of."""
     if one_each or any(source.spec is None for source in component):
         return 1
-    widths = {sum(source.spec.n for source in component if source.spec), max(s.spec.n for s in component if s.spec)}
+    widths = {sum(source.stored.n for source in component), max(source.stored.n for source in component)}
     total = 0
     for count, owned in enumerate(outputs, start=1):
         total += owned.full
@@ -104,14 +110,11 @@ def _cut(
 ) -> list[Piece]:
     """The pieces of one component that hold the outputs [wanted) for this rank's inputs."""
     if component[0].spec is None:
-        if len(component) > 1:
-            raise CheckpointError([f"{component[0].module}: unquantized, and stored in slices; want it in one piece"])
-        columns, rows = wanted, (inputs.start, inputs.start + inputs.width)
-        placed = {"first": 0, "width": wanted[1] - wanted[0], "x_start": 0, "x_width": inputs.width}
-        return [Piece(source=component[0], output=output, rows=rows, columns=columns, y_start=y_start, **placed)]
-    pieces, problems = [], []
+        return [_plain(component[0], output, wanted, inputs, y_start)]
+    pieces: list[Piece] = []
+    problems: list[str] = []
     for source, row0, rows, column0, columns in _extents(component, total, inputs.full):
-        spec = source.spec
+        spec = source.stored
         if (spec.k, spec.n) != (padded(rows), padded(columns)):
             want = f"{padded(rows)} x {padded(columns)} for {rows} x {columns}"
             problems.append(f"{source.module}.trellis: {spec.k} x {spec.n} inputs x outputs, want {want}")
@@ -141,17 +144,34 @@ def _cut(
     return pieces
 
 
-def _extents(component: Sequence[Source], outputs: int, inputs: int):
+def _plain(source: Source, output: int, wanted: Span, inputs: Owned, y_start: int) -> Piece:
+    """The piece of an unquantized source, which is stored whole and may be cut anywhere."""
+    return Piece(
+        source=source,
+        output=output,
+        rows=(inputs.start, inputs.start + inputs.width),
+        columns=wanted,
+        first=0,
+        width=wanted[1] - wanted[0],
+        x_start=0,
+        x_width=inputs.width,
+        y_start=y_start,
+    )
+
+
+def _extents(
+    component: Sequence[Source], outputs: int, inputs: int
+) -> Iterator[tuple[Source, int, int, int, int]]:
     """For each source: (source, first true row, true rows, first true column, true columns).
 
     A slice is a whole number of blocks except for the last, which holds what is left (so exllamav3 cuts them).
     """
-    by_outputs = len(component) > 1 and sum(source.spec.n for source in component) == padded(outputs)
+    by_outputs = len(component) > 1 and sum(source.stored.n for source in component) == padded(outputs)
     row = column = 0
     for source in component:
         last = source is component[-1]
-        rows = inputs - row if len(component) == 1 or by_outputs or last else source.spec.k
-        columns = outputs - column if len(component) == 1 or not by_outputs or last else source.spec.n
+        rows = inputs - row if len(component) == 1 or by_outputs or last else source.stored.k
+        columns = outputs - column if len(component) == 1 or not by_outputs or last else source.stored.n
         yield source, row, rows, column, columns
         if by_outputs:
             column += columns
