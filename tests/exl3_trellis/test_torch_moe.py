@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,15 +31,19 @@ def routing(rows: int, experts: int, top_k: int = 2, seed: int = 1) -> tuple[tor
 
 def one_by_one(spec, tensors, x, weights, ids, act, weight_on_input=False):
     """The meaning: every (row, expert) pair by itself, in float64."""
+
+    @functools.cache
+    def matrix(shard, expert):
+        return dense(spec, tensors, shard, expert).double()
+
     y = torch.zeros(x.shape, dtype=torch.float64)
     for row in range(x.shape[0]):
         for weight, expert in zip(weights[row].double(), ids[row].tolist(), strict=True):
             if expert < 0:
                 continue
             into = x[row].double() * (weight if weight_on_input else 1)
-            first = into @ dense(spec, tensors, "w1", expert).double()
-            up = into @ dense(spec, tensors, "w3", expert).double() if "w3" in spec.projections else None
-            part = act(first, up) @ dense(spec, tensors, "w2", expert).double()
+            up = into @ matrix("w3", expert) if "w3" in spec.projections else None
+            part = act(into @ matrix("w1", expert), up) @ matrix("w2", expert)
             y[row] += part if weight_on_input else part * weight
     return y
 
@@ -88,6 +94,7 @@ def test_true_sizes_smaller_than_the_padded_ones():
     x, (weights, ids) = torch.randn(6, 200), routing(6, 4)
     cut = {"w1": (200, 192), "w3": (200, 192), "w2": (192, 200)}
 
+    @functools.cache
     def module(shard, expert):
         return dense(spec, tensors, shard, expert)[: cut[shard][0], : cut[shard][1]].double()
 
