@@ -50,9 +50,9 @@ def run(*command: str, **environment: str) -> None:
 
 
 @contextmanager
-def engine(folder: Path) -> Iterator[str]:
-    """Starts dockerd below `folder`; yields its DOCKER_HOST; stops it and removes the folder."""
-    folder.mkdir(parents=True)
+def engine(folder: Path, *, keep: bool) -> Iterator[str]:
+    """Starts dockerd below `folder`; yields its DOCKER_HOST; stops it and, unless it is kept, removes the folder."""
+    folder.mkdir(parents=True, exist_ok=keep)
     host = f"unix://{folder}/socket"
     places = (f"--host={host}", f"--data-root={folder}/data", f"--exec-root={folder}/exec", f"--pidfile={folder}/pid")
     with (folder / "log").open("wb") as log:
@@ -69,7 +69,8 @@ def engine(folder: Path) -> Iterator[str]:
             daemon.wait()
         for name in sorted((folder / "exec" / "netns").glob("*")):
             subprocess.run(["umount", str(name)], check=False)
-        shutil.rmtree(folder, ignore_errors=True)
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _wait(host: str, daemon: subprocess.Popen[bytes], log: Path) -> None:

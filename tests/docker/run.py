@@ -2,7 +2,8 @@
 """`make test-image`: builds the CPU image with a real Docker engine and uses it as a user does.
 
 Lint, compose in both modes, build, up, chat, recreate, stop, refusals, the installed files against the lock; then the
-CUDA image up to its compiled extension (COMPILE=0 leaves that out). Needs root on Debian; says so elsewhere and passes.
+CUDA image up to its compiled extension (COMPILE=0 leaves that out). KEEP=1 keeps the engine's layers in .cache, for the
+next run. Needs root on Debian; says so elsewhere and passes.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="exl3-image-"))
     try:
         lint(tools)
-        with engine.engine(folder / "docker") as host:
+        keep = os.environ.get("KEEP") == "1"
+        with engine.engine(CACHE / "image-engine" if keep else folder / "docker", keep=keep) as host:
             bench = Bench(tools=tools, host=host, folder=folder)
             with step("base image"):
                 base = engine.base_image(CACHE, [engine.CLIENT], bench.environment)
