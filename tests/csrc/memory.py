@@ -36,7 +36,7 @@ class Arena:
         base = _libc.mmap(None, inside + 2 * page, protection, flags, -1, 0)
         assert base not in (None, ctypes.c_void_p(-1).value), "no memory"
         self._maps.append((base, inside + 2 * page))
-        assert _libc.mprotect(base, page, 0) == 0 and _libc.mprotect(base + page + inside, page, 0) == 0  # noqa: PT018
+        assert _libc.mprotect(base, page, 0) == 0 and _libc.mprotect(base + page + inside, page, 0) == 0
         start = base + page + inside - -(-size // align) * align
         ctypes.memset(start, NAN_BYTE, size)
         buffer = (ctypes.c_ubyte * size).from_address(start)

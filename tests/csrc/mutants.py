@@ -120,19 +120,19 @@ MUTANTS: dict[str, Mutant] = {
         file="rotate.cuh", old="first + i < args.k_true", new="first + i <= args.k_true", test=EDGES
     ),
     "original-scales-of-the-first-block": Mutant(
-        file="reconstruct.cuh", old="svh[first_block * kBlockColumns + n0", new="svh[n0", test=ORIGINAL
+        file="reconstruct.cuh", old="svh + first_block * kBlockColumns + n0", new="svh + n0", test=ORIGINAL
     ),
     "original-fragment-swapped": Mutant(
         file="reconstruct.cuh",
-        old="mma_m16n8k16(out[0], a, h[0], h[2])",
-        new="mma_m16n8k16(out[0], a, h[0], h[1])",
+        old="right[2][2] = {{hadamard_pair(column, 2 * c)",
+        new="right[2][2] = {{hadamard_pair(column + 1, 2 * c)",
         test=ORIGINAL,
     ),
     "original-one-row-too-many": Mutant(
         file="reconstruct.cuh", old="k0 + row < k_true", new="k0 + row <= k_true", test=ORIGINAL
     ),
     "original-columns-not-cut": Mutant(
-        file="reconstruct.cuh", old="pairs && left >= 2", new="pairs && left >= 1", test=ORIGINAL
+        file="reconstruct.cuh", old=" && n0 + kBlockColumns <= columns", new="", test=ORIGINAL
     ),
     "rotated-rows-not-cut": Mutant(file="reconstruct.cuh", old="    if (row >= rows) return;\n", new="", test=ROTATED),
     "hadamard-beyond-the-last-group": Mutant(

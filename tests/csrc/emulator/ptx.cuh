@@ -117,6 +117,7 @@ inline uint32_t fma_half2(uint32_t a, uint32_t b, uint32_t c) {
   return y;
 }
 inline uint32_t add_half2(uint32_t a, uint32_t b) { return fma_half2(a, 0x3c003c00u, b); }
+inline uint32_t sub_half2(uint32_t a, uint32_t b) { return add_half2(a, b ^ 0x80008000u); }
 inline uint32_t add_halves(uint32_t x) { return add_half2((x & 0xffff) * 0x10001u, (x >> 16) * 0x10001u); }
 
 struct Shuffle {
