@@ -15,6 +15,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,7 @@ def native_time(k: int, n: int, rate: float, book: str, m: int, weights: list[Li
     calls: list[Callable[[], object]] = []
     for set_of in weights:
         tensors = {"trellis": set_of.trellis, "suh": set_of.suh, "svh": set_of.svh}
-        calls.append(lambda tensors=tensors: native.run(plan, tensors, x))
+        calls.append(partial(native.run, plan, tensors, x))
     return microseconds(calls)
 
 
@@ -180,7 +181,7 @@ def parity_time(parity: Any, k: int, n: int, rate: float, book: str, m: int, wei
     calls: list[Callable[[], object]] = []
     for set_of in weights:
         tiles = set_of.trellis.view(k // 16, n // 16, int(16 * rate))
-        calls.append(lambda s=set_of, t=tiles: parity.exl3_gemm(x, t, c, s.suh, rotated, s.svh, -1, *flags))
+        calls.append(partial(parity.exl3_gemm, x, tiles, c, set_of.suh, rotated, set_of.svh, -1, *flags))
     return microseconds(calls)
 
 
@@ -188,14 +189,14 @@ def dense_times(k: int, n: int, m: int, device: torch.device) -> dict[str, float
     """The library's product with unquantized weights, bf16 and, where the card has it, FP8."""
     x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
     matrices = [torch.randn(n, k, device=device, dtype=torch.bfloat16) for _ in range(sets_needed(2 * k * n, device))]
-    times = {"bf16": microseconds([lambda w=w: torch.nn.functional.linear(x, w) for w in matrices])}
+    times = {"bf16": microseconds([partial(torch.nn.functional.linear, x, w) for w in matrices])}
     if torch.cuda.get_device_capability(device) >= (8, 9):
         eights = [w.to(torch.float8_e4m3fn).t() for w in matrices]
         x8 = torch.zeros(-(-m // 16) * 16, k, device=device, dtype=torch.bfloat16)
         x8[:m] = x
         x8, one = x8.to(torch.float8_e4m3fn), torch.ones((), device=device)
         times["fp8"] = microseconds(
-            [lambda w=w: torch._scaled_mm(x8, w, scale_a=one, scale_b=one, out_dtype=torch.bfloat16) for w in eights]
+            [partial(torch._scaled_mm, x8, w, scale_a=one, scale_b=one, out_dtype=torch.bfloat16) for w in eights]
         )
     return times
 
