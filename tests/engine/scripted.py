@@ -21,7 +21,7 @@ WIDTH = 512  # hidden size and vocabulary: one channel a token
 SILENT = re.compile(r".*\.(o_proj|down_proj)(\.rank\d+)?\.svh")
 MODEL = (
     f"--family glm4_moe --layers 2 --experts 4 --drafts 1 --agreeing --hidden {WIDTH} --vocab {WIDTH} "
-    "--context 1024 --plain lm_head --plain *.shared_head.head"
+    "--context 1024 --plain lm_head"  # and so the draft's copy of it
 )
 
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.engine.server import serve
-from tests.oracle import Oracle
+from tests.oracle import Checkpoint, Oracle
 from validate.__main__ import main as validate
 from vllm.model_executor.layers.quantization.exl3_trellis.scratch import scratch
 
@@ -86,6 +86,27 @@ def spoil(draft: torch.nn.Module) -> None:
             parameter.data.normal_()
 
 
+def replace_module(folder: Path, module: str, tensors: dict[str, torch.Tensor]) -> None:
+    """Store `tensors` instead of those of `module`."""
+    stored = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in stored.items() if not name.startswith(f"{module}.")}
+    assert len(kept) < len(stored)
+    save_file(kept | tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def store_plain(folder: Path, module: str) -> None:
+    """Store the decoded weight of `module` instead of its EXL3 tensors."""
+    weight = torch.from_numpy(Checkpoint(folder).linear(module).T.copy())
+    replace_module(folder, module, {f"{module}.weight": weight.bfloat16()})
+
+
+DRAFT_HEAD = "model.layers.2.shared_head.head"
+HEADS: dict[str, Callable[[Path], None]] = {
+    "stored as EXL3": lambda folder: None,
+    "unquantized": lambda folder: store_plain(folder, DRAFT_HEAD),
+    "EXL3 beside an unquantized lm_head": lambda folder: store_plain(folder, "lm_head"),
+    "not stored": lambda folder: replace_module(folder, DRAFT_HEAD, {}),
+}
 LAYOUTS = {
     "ordinary": "--rates 3,4,2",
     "rank-sliced, mixed": "--layout per_expert --tp 2 --rates 3,4",
@@ -144,8 +165,10 @@ def test_acceptance_shows_in_metrics(make, tmp_path):
     assert TOKENS <= 1 + values["num_drafts"] + values["num_accepted_tokens"] <= TOKENS + 3
 
 
-def test_reload_brings_back_the_draft_too(make, speak):
-    folder = make(f"{GLM} --agreeing")
+@pytest.mark.parametrize("store", ["stored as EXL3", "unquantized"])
+def test_reload_brings_back_the_draft_too(make, speak, store):
+    folder = make(f"{GLM} --layers 2 --agreeing")
+    HEADS[store](folder)
     said, taken, llm = speak(folder, 3, enable_prefix_caching=False)
     spoil(draft_of(llm))
     assert continue_prompts(llm)[1] < taken
@@ -190,21 +213,10 @@ def test_two_engines_at_once_share_no_scratch(make, speak):
     assert len(owners) == 2
 
 
-HEADS = {
-    "stored as EXL3": ("", None),
-    "unquantized": ("--plain *.shared_head.head", None),
-    "EXL3 beside an unquantized lm_head": ("--plain lm_head", None),
-    "not stored": ("", r"shared_head\.head\."),
-}
-
-
-@pytest.mark.parametrize(("arguments", "missing"), HEADS.values(), ids=HEADS.keys())
-def test_head_of_the_draft(make, speak, arguments, missing):
-    folder = make(f"{GLM} --layers 2 --agreeing {arguments}")
-    if missing:
-        tensors = load_file(folder / "model.safetensors")
-        kept = {name: tensor for name, tensor in tensors.items() if not re.search(missing, name)}
-        save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+@pytest.mark.parametrize("store", HEADS.values(), ids=HEADS.keys())
+def test_head_of_the_draft(make, speak, store):
+    folder = make(f"{GLM} --layers 2 --agreeing")
+    store(folder)
     said, taken, _ = speak(folder, 2)
     assert said == said_by_oracle(folder)
     assert taken > len(PROMPTS) * TOKENS // 10

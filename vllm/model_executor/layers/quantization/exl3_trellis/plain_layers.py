@@ -42,10 +42,13 @@ class PlainLayers:
         # An MTP draft without a head of its own is given the target's once it is loaded.
         lent = not hasattr(model, "has_own_lm_head") and is_draft(model)
         self.lent: set[Key] = set()
+        self.unwanted: set[str] = set()
         for path, layer in model.named_modules():
             key = key_of(path)
             if isinstance(layer, LinearBase) or hasattr(layer, "exl3_owner"):
                 taken.add(key)
+                if lent and isinstance(layer, ParallelLMHead):
+                    self.unwanted.add("lm_head.weight")  # some load it into their own head, as if that were plain too
             elif isinstance(layer, ParallelLMHead):
                 self.shapes[key] = (layer.embedding_dim, layer.org_vocab_size, layer.weight.dtype)
                 self.lent |= {key} if lent else set()
@@ -60,7 +63,8 @@ class PlainLayers:
         for name, tensor in weights:
             module, _, suffix = name.rpartition(".")
             if suffix not in SUFFIXES or key_of(module) not in self.shapes:
-                yield name, tensor
+                if name not in self.unwanted:
+                    yield name, tensor
             elif key_of(module) not in self.lent:
                 parts[module][suffix] = tensor.clone()  # a loader may reuse its buffers
         for module, stored in parts.items():
