@@ -3,7 +3,8 @@
 
     y = had(had(x * suh) @ decode(trellis)) * svh + bias
 
-Reading order: exl3_trellis/checkpoint -> layout -> placement -> intake -> plan -> backends.
+Reading order: exl3_trellis/checkpoint -> layout -> placement -> intake -> plan -> backends; for routed experts
+rank_sliced -> experts -> slabs -> expert_intake -> plan -> backends.
 """
 
 from __future__ import annotations
