@@ -47,8 +47,7 @@ def check_merged(rows: int, fused_rows: int) -> None:
 if __name__ == "__main__":
     prepare(sys.argv[1])
     assert ops.load() == (True, "")
-    for codebook, rate, dtype in (("3inst", 2.0, "float16"), ("mcg", 3.0, "bfloat16"), ("mul1", 1.5, "float32")):
-        native.check_kernels(CPU, codebook, rate, dtype)
+    native.check_kernels(CPU, "mcg", 3.0, "bfloat16")
     check_merged(rows=5, fused_rows=8)
     check_merged(rows=5, fused_rows=0)
     print("native agrees")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.csrc.emulation import build, sources
+from tests.csrc.emulation import build_mutant, sources
 from tests.csrc.mutants import MUTANTS, plant
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +30,7 @@ def test_the_table_fits_the_sources():
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MUTANTS]
 )
 def test_fault_is_noticed(name):
-    build(plant(name, sources()), "warp", "exl3_warp")  # it must compile
+    build_mutant(name, "warp", "exl3_warp")  # it must compile
     test = f"tests/csrc/test_kernels.py::{MUTANTS[name].test}"
     command = [sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider", test]
     environment = os.environ | {"EXL3_MUTANT": name}
