@@ -161,7 +161,7 @@ def test_every_loader_finds_the_parameters(layout, names, place):
     from vllm.model_executor.layers.quantization.exl3_trellis.expert_names import local_name
 
     ranks = None if layout == "ordinary" else 2
-    spec = make_spec(dict.fromkeys(("w1", "w3", "w2"), [3, 4, 3]), ranks=ranks, shared=layout == "shared_h")
+    spec = make_spec({shard: [3, 4, 3] for shard in ("w1", "w3", "w2")}, ranks=ranks, shared=layout == "shared_h")
     gate, down, up = names
     layer, _ = make_layer(spec, 256 if ranks else 128)
     stored = {"w1": gate, "w3": up, "w2": down}

@@ -113,8 +113,8 @@ class Bank:
 class MoeQuery:
     """What a layer's routed experts ask of a provider: y = sum over a row's experts of weight * down(act(gate, up)).
 
-    Every expert is `slices` slices of `width` channels in the middle, whose outputs are summed: each has Hadamard blocks
-    of its own.  One slice where the checkpoint is not cut by rank.
+    Every expert is `slices` slices of `width` channels in the middle, whose outputs are summed: each has its own
+    Hadamard blocks.  One slice where the checkpoint is not cut by rank.
     """
 
     k: int  # channels of the hidden side, a multiple of 128
