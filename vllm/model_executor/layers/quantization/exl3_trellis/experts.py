@@ -262,7 +262,7 @@ def strange_tensors(others: Mapping[str, TensorInfo], experts: Mapping[str, Expe
 
 
 def model_disagreements(experts: Mapping[str, ExpertsSpec], config: Mapping[str, Any]) -> list[str]:
-    """Where the experts are not as many, or not of the size, that config.json says.  What it leaves out is not asked."""
+    """Where the experts are not as many, or not of the size, that config.json says; what it omits is not asked."""
     text = {**(config.get("text_config") or {}), **config}
     problems = []
     for prefix, spec in experts.items():
