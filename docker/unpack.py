@@ -21,10 +21,14 @@ from release.archive import WheelReader
 from release.checkout import find_root
 
 DATE = 315532800  # seconds: 1980-01-01
+# Guarded, because spawned workers import it again.
 SCRIPT = """#!{python}
 import sys
+
 from vllm.entrypoints.cli.main import main
-sys.exit(main())
+
+if __name__ == "__main__":
+    sys.exit(main())
 """
 HOME_FILES = ("entrypoint", "healthcheck", "handshake.py", "presets")  # from docker/
 
