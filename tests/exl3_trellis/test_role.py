@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from vllm.model_executor.layers.quantization.exl3_trellis.checkpoint import find_module
 from vllm.model_executor.layers.quantization.exl3_trellis.role import (
     DRAFT_TAGS,
     PART_TAGS,
@@ -232,3 +233,19 @@ def test_makes_nothing_once_workspaces_are_locked(manager: Any) -> None:
     assert scratch(owner, "arena", object) is arena
     with pytest.raises(RuntimeError, match=r"'staging' \(target, cpu, 64 rows, workspace 0\) was not made before"):
         scratch(owner, "staging", object)
+
+
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [
+        ("model.layers.92.head", "model.layers.92.shared_head.head"),
+        ("model.layers.92.shared_head.head", "model.layers.92.shared_head.head"),
+        ("model.layers.92.mtp_block.self_attn.o_proj", "model.layers.92.self_attn.o_proj"),
+        ("model.layers.92.self_attn.o_proj", "model.layers.92.self_attn.o_proj"),
+        ("language_model.lm_head", "lm_head"),
+        ("model.layers.91.head", None),
+    ],
+)
+def test_names_of_mtp_layers(name: str, stored: str | None) -> None:
+    modules = ("lm_head", "model.layers.92.shared_head.head", "model.layers.92.self_attn.o_proj")
+    assert find_module(dict.fromkeys(modules, ""), name) == stored
