@@ -139,6 +139,12 @@ def prepare(bench: Bench) -> None:
 
 
 def serve(bench: Bench) -> None:
+    with step("dry run"):
+        said = bench.compose("run", "--rm", "server", "--seed", "7", DRY_RUN="1", MTP_TOKENS="2").stdout
+        assert said.startswith("vllm serve /model --host 127.0.0.1 "), said
+        assert said.splitlines()[0].endswith(" --seed 7"), said
+        assert "VLLM_API_KEY=(set, not shown)" in said.splitlines(), said
+        assert "sesame" not in said
     with step("up until healthy"):
         up(bench)
     with step("chat"):
