@@ -27,19 +27,23 @@ TRANSFORMED_IN_FP16 = 1e-3  # by tensor cores and pairs, for what a library then
 
 @pytest.mark.parametrize("book, rate", FORMATS)
 def test_a_row_is_right_and_the_same_in_every_batch(book, rate):
-    """One row count for each row tile (8, 16, 32, 64, 128), and a full one; rows lie elsewhere in each."""
+    """One row count for each row tile (8, 16, 32, 64, 128), and a full one; rows lie elsewhere in each.
+
+    One thread block does it all, so that every ring of stages goes round.
+    """
     shard, x = random_shard(256, 256, rate, book), random_x(65, 256)
-    whole = linear(x, [shard])
+    whole = linear(x, [shard], splits=1)
     assert error(whole, shard.product(x)) < EXACT
     for m in (1, 8, 9, 17, 33):
-        assert same_bytes(linear(x[-m:], [shard]), whole[-m:])
+        assert same_bytes(linear(x[-m:], [shard], splits=1), whole[-m:])
 
 
 @pytest.mark.parametrize("book, rate", FORMATS)
 def test_warpgroups_give_the_same_bytes(book, rate):
     shard, x = random_shard(256, 256, rate, book), random_x(65, 256)
     for m in (17, 33, 65):
-        assert same_bytes(linear(x[-m:], [shard], target="warpgroup"), linear(x[-m:], [shard]))
+        warps = linear(x[-m:], [shard], splits=1)
+        assert same_bytes(linear(x[-m:], [shard], splits=1, target="warpgroup"), warps)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 4, 5, 8, 9, 100])

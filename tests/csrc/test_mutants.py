@@ -15,7 +15,7 @@ from tests.csrc.mutants import MUTANTS, plant
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTICED = re.compile(
-    r"^E +(AssertionError|assert |RuntimeError: exl3|tests[.]csrc[.]emulation[.]KernelError)", re.MULTILINE
+    r"^E +(AssertionError|assert |RuntimeError: check_launch, |tests[.]csrc[.]emulation[.]KernelError)", re.MULTILINE
 )
 QUICK = ("rows-stored-before-decoded", "stage-read-before-all-copied", "suh-of-the-first-shard")
 

@@ -47,7 +47,7 @@ inline void __syncwarp(unsigned = 0xffffffffu) {
 using cudaStream_t = struct Stream*;
 enum cudaError_t : int { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorLaunchFailure = 719 };
 inline const char* cudaGetErrorString(cudaError_t status) {
-  return status == cudaErrorInvalidValue ? "invalid argument" : status == cudaSuccess ? "no error" : "launch failure";
+  return status == cudaErrorInvalidValue ? "invalid argument" : status == cudaSuccess ? "no error" : emulate::what_failed();
 }
 
 enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization = 6 };

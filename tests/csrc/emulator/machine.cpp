@@ -351,6 +351,8 @@ void* static_shared(int key, size_t bytes) {
   return memory.data();
 }
 
+const char* what_failed() { return fault.c_str(); }
+
 int allow_shared_bytes(const void* kernel, int bytes) {
   if (bytes < 0 || bytes > kLargestSharedBytes) return cudaErrorInvalidValue;
   allowed_shared[kernel] = bytes;

@@ -66,6 +66,7 @@ T& block_shared(int key) {
 // Queues a grid: it runs when somebody synchronizes. One marked `dependent` runs before the grid ahead of it, up to the
 // point where it waits for that; any other waits for all ahead of it first.
 int enqueue(std::function<void()> thread, const void* kernel, Dim grid, Dim block, size_t shared_bytes, bool dependent);
+const char* what_failed();  // of a launch that was refused because a kernel before it failed
 int allow_shared_bytes(const void* kernel, int bytes);
 
 }  // namespace emulate
