@@ -208,6 +208,7 @@ def refused(bench: Bench, message: str, **variables: str) -> None:
 
 def busy_port(bench: Bench) -> None:
     with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the server's own connections may linger
         taken.bind(("127.0.0.1", int(bench.variables["LISTEN_PORT"])))
         taken.listen()
         refused(bench, f"port {bench.variables['LISTEN_PORT']}: Address already in use")
