@@ -69,7 +69,7 @@ def read_linears(tensors: Mapping[str, TensorInfo]) -> dict[str, LinearSpec]:
 
 
 def read_linear(module: str, stored: Mapping[str, TensorInfo]) -> tuple[LinearSpec | None, list[str]]:
-    """Spec and faults of one module from its tensors by suffix; the spec is None where the trellis itself is at fault."""
+    """Spec and faults of one module from its tensors by suffix; no spec where the trellis itself is at fault."""
     problems = [
         f"{module}.{suffix}: dtype {info.dtype}, want {DTYPES[suffix]}"
         for suffix, info in stored.items()
