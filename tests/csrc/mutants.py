@@ -134,9 +134,11 @@ MUTANTS: dict[str, Mutant] = {
     "original-columns-not-cut": Mutant(
         file="reconstruct.cuh", old=" && n0 + kBlockColumns <= columns", new="", test=ORIGINAL
     ),
-    "rotated-rows-not-cut": Mutant(file="reconstruct.cuh", old="    if (row >= rows) return;\n", new="", test=ROTATED),
+    "rotated-rows-not-cut": Mutant(
+        file="reconstruct.cuh", old="if (row >= rows) return;", new="if (row > rows) return;", test=ROTATED
+    ),
     "hadamard-beyond-the-last-group": Mutant(
-        file="reconstruct.cuh", old="  if (first >= n) return;\n", new="", test=HADAMARD
+        file="reconstruct.cuh", old="if (first >= n) return;", new="if (first >= n + 128) return;", test=HADAMARD
     ),
     # Decoding.
     "tile-is-no-ring": Mutant(
