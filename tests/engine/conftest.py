@@ -39,7 +39,11 @@ def engine() -> Iterator[Callable[..., Engine]]:
         defaults = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "seed": 0}
         if options.get("tensor_parallel_size", 1) == 1:
             defaults["distributed_executor_backend"] = "uni"
-        started.append(LLM(str(model), **(defaults | options)))
+        try:
+            started.append(LLM(str(model), **(defaults | options)))
+        except BaseException:
+            forget_groups()
+            raise
         return started[-1]
 
     yield start
@@ -52,6 +56,14 @@ def close(llm: Engine) -> None:
     llm.llm_engine.engine_core.shutdown()
     del llm
     gc.collect()
+
+
+def forget_groups() -> None:
+    """Drop the process groups that an engine which failed to start has left: the next may need others."""
+    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+    destroy_model_parallel()
+    destroy_distributed_environment()
 
 
 @pytest.fixture(scope="session")
