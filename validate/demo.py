@@ -36,6 +36,7 @@ class DemoError(Exception):
 def main(environment: Mapping[str, str] = os.environ) -> int:
     folder = Path("demo")
     folder.mkdir(exist_ok=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         port = port_of(environment)
