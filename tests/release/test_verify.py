@@ -134,7 +134,8 @@ def in_tree(lock: Path) -> int:
 
 
 def in_dependency(lock: Path) -> int:
-    return lock.read_bytes().index(b"sha256:") + 10
+    data = lock.read_bytes()
+    return data.index(b"sha256:", data.index(b"[dependencies.files]")) + 10
 
 
 def in_code(wheel: Path) -> int:
