@@ -105,12 +105,7 @@ def _hunks(edit: FileEdit, lines: list[bytes]) -> Iterator[str]:
 def _signed(hunk: Hunk) -> Iterator[tuple[str, bytes]]:
     """The hunk as diff shows it: what both sides share at its ends, what went, what came."""
     old, new = list(hunk.old), list(hunk.new)
-    head = 0
-    while head < min(len(old), len(new)) and old[head] == new[head]:
-        head += 1
-    tail = 0
-    while tail < min(len(old), len(new)) - head and old[-1 - tail] == new[-1 - tail]:
-        tail += 1
+    head, tail = hunk.shared_ends()
     yield from ((" ", line) for line in old[:head])
     yield from (("-", line) for line in old[head : len(old) - tail])
     yield from (("+", line) for line in new[head : len(new) - tail])

@@ -195,13 +195,8 @@ def _places(lines: Lines, wanted: Sequence[bytes]) -> list[int]:
 
 def _with_less_context(hunk: Hunk) -> tuple[bytes, ...]:
     """The new lines with one line of context a side; empty where nothing is added, for context alone proves nothing."""
-    old, new = hunk.old, hunk.new
-    head = 0
-    while head < min(len(old), len(new)) and old[head] == new[head]:
-        head += 1
-    tail = 0
-    while tail < min(len(old), len(new)) - head and old[-1 - tail] == new[-1 - tail]:
-        tail += 1
+    new = hunk.new
+    head, tail = hunk.shared_ends()
     if len(new) - head - tail <= 0:
         return ()
     return new[max(head - 1, 0) : len(new) - max(tail - 1, 0)]

@@ -29,6 +29,17 @@ class Hunk:
     old: tuple[bytes, ...]
     new: tuple[bytes, ...]
 
+    def shared_ends(self) -> tuple[int, int]:
+        """How many lines both sides have in common at the top, and below these at the bottom."""
+        most = min(len(self.old), len(self.new))
+        head = 0
+        while head < most and self.old[head] == self.new[head]:
+            head += 1
+        tail = 0
+        while tail < most - head and self.old[-1 - tail] == self.new[-1 - tail]:
+            tail += 1
+        return head, tail
+
 
 @dataclass(frozen=True, kw_only=True)
 class FileEdit:
