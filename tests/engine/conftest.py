@@ -14,6 +14,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED_DATA = ROOT.parent / "shared" / "data"
@@ -83,3 +84,34 @@ def caplog_vllm(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureF
     logger.addHandler(caplog.handler)
     yield caplog
     logger.removeHandler(caplog.handler)
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Tensors that vLLM's loader has read from files in this process, and the bytes of each; clear it between loads."""
+    from vllm.model_executor.model_loader import weight_utils
+
+    sizes: dict[str, int] = {}
+    opened = weight_utils.safe_open
+
+    class Noting:
+        def __init__(self, *args: Any, **named: Any) -> None:
+            self.file = opened(*args, **named)
+
+        def __enter__(self) -> Noting:
+            self.file.__enter__()
+            return self
+
+        def __exit__(self, *error: object) -> object:
+            return self.file.__exit__(*error)
+
+        def keys(self) -> list[str]:
+            return self.file.keys()
+
+        def get_tensor(self, name: str) -> torch.Tensor:
+            tensor = self.file.get_tensor(name)
+            sizes[name] = sizes.get(name, 0) + tensor.nbytes
+            return tensor
+
+    monkeypatch.setattr(weight_utils, "safe_open", Noting)
+    return sizes

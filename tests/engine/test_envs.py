@@ -50,8 +50,6 @@ def test_cache_key_holds_what_changes_the_graph_and_nothing_else():
     assert {name for name in NAMES if name in factors} == {"VLLM_EXL3_BACKEND", "VLLM_EXL3_FUSED"}
 
 
-
-
 def test_forced_provider_that_cannot_run_is_an_error(engine, tmp_path, monkeypatch):
     from validate.__main__ import main as validate
 

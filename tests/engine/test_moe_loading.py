@@ -65,34 +65,9 @@ def test_container_wins_over_the_shim(engine, make):
     assert torch.equal(score(bare, IDS)[0], said)
 
 
-def test_rank_reads_its_own_slices(engine, make, monkeypatch):
+def test_rank_reads_its_own_slices(engine, make, monkeypatch, read):
     """One rank of four, of a checkpoint stored for four: a quarter of the experts' bytes, and the rest once."""
-    from vllm.model_executor.model_loader import weight_utils
-
     folder = make("--family glm4_moe --layout shared_h --rates 3,4 --tp 4 --moe-intermediate 512 --layers 3 --drafts 1")
-    read: dict[str, int] = {}
-
-    class Counting:
-        def __init__(self, file: Any) -> None:
-            self.file = file
-
-        def __enter__(self) -> Counting:
-            self.file.__enter__()
-            return self
-
-        def __exit__(self, *error: object) -> object:
-            return self.file.__exit__(*error)
-
-        def keys(self) -> list[str]:
-            return self.file.keys()
-
-        def get_tensor(self, name: str) -> torch.Tensor:
-            tensor = self.file.get_tensor(name)
-            read[name] = read.get(name, 0) + tensor.nbytes
-            return tensor
-
-    opened = weight_utils.safe_open
-    monkeypatch.setattr(weight_utils, "safe_open", lambda *args, **named: Counting(opened(*args, **named)))
     _pretend_to_be_rank(monkeypatch, rank=2, of=4)
     stored = {name: tensor.nbytes for name, tensor in load_file(folder / "model.safetensors").items()}
     experts = {name: size for name, size in stored.items() if ".experts." in name and ".layers.3." not in name}

@@ -54,36 +54,6 @@ def one_process() -> Iterator[None]:
 
 
 @pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Names of the tensors that were read from files; to be cleared between loads."""
-    from vllm.model_executor.model_loader import weight_utils
-
-    names: set[str] = set()
-    opened = weight_utils.safe_open
-
-    class Noting:
-        def __init__(self, *args: Any, **named: Any) -> None:
-            self.file = opened(*args, **named)
-
-        def __enter__(self) -> Noting:
-            self.file.__enter__()
-            return self
-
-        def __exit__(self, *error: object) -> object:
-            return self.file.__exit__(*error)
-
-        def keys(self) -> list[str]:
-            return self.file.keys()
-
-        def get_tensor(self, name: str) -> torch.Tensor:
-            names.add(name)
-            return self.file.get_tensor(name)
-
-    monkeypatch.setattr(weight_utils, "safe_open", Noting)
-    return names
-
-
-@pytest.fixture
 def load(one_process: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.nn.Module]:
     """load(folder, stage, stages, draft=False) -> the target of that stage, or the draft, loaded and prepared."""
     from vllm.compilation.backends import set_model_tag
@@ -108,6 +78,7 @@ def load(one_process: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., to
             return get_model(vllm_config=config, model_config=model_config)
 
     return run
+
 
 def layers_of(names: Any) -> set[int]:
     """Numbers of the layers that the names belong to."""
