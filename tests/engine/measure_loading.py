@@ -8,6 +8,7 @@ once decoded as the CPU does it.  Anonymous resident memory, relative to the mom
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -45,18 +46,11 @@ class Sampler(threading.Thread):
 def measure(folder: Path, kind: str) -> dict[str, int]:
     """Load the checkpoint once in this process."""
     from vllm import LLM
-    from vllm.model_executor.layers.quantization.exl3_trellis import moe_method
+    from vllm.model_executor.layers.quantization.exl3_trellis.backends import torch_moe
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
     if kind == "kept":
-
-        class Gpu:
-            @staticmethod
-            def of(device: object) -> Any:
-                return Device(kind="cuda", sm=90, sms=132, smem=232_448)
-
-        Device = moe_method.Device
-        moe_method.Device = Gpu
+        torch_moe.prepare = functools.partial(torch_moe.prepare, decode_once=False)
     figures: dict[str, int] = {}
     load = BaseModelLoader.load_model
 

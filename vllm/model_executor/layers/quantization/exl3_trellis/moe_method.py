@@ -11,6 +11,7 @@ from torch.nn import Module, Parameter
 
 from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
+from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
@@ -26,7 +27,7 @@ from .expert_intake import (
 from .expert_names import HeldExperts
 from .experts import ExpertsSpec
 from .layout import padded
-from .plan import Activation, Bank, Device, MoeQuery, choose
+from .plan import Activation, Bank, Device, MoeQuery, Window, choose
 from .role import capacity_of
 from .safetensors_headers import CheckpointError
 from .slabs import local_parts
@@ -137,8 +138,9 @@ class EXL3MoEMethod(FusedMoEMethodBase):
         backend = choose(query, device, backends.moe_candidates(), forced)
         if envs.VLLM_EXL3_LOG_PATH_SELECTION:
             logger.info("%s: %s runs %s", layer.layer_name, backend.name, query)
-        plan = backend.plan(query, device)
-        prepared = backend.prepare(plan, take_slices(layer, self.spec, layer.exl3_experts.parts))
+        window = Window(name="parity", rows=query.max_rows, block=query.max_rows)
+        plan = backend.plan(query, device, window)
+        prepared = backend.prepare(query, take_slices(layer, self.spec, layer.exl3_experts.parts))
         for name, tensor in prepared.items():
             layer.register_parameter(PREPARED + name, Parameter(tensor, requires_grad=False))
         layer.exl3_backend, layer.exl3_plan, layer.exl3_names = backend, plan, tuple(prepared)
@@ -158,8 +160,34 @@ class EXL3MoEMethod(FusedMoEMethodBase):
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """y [m, hidden] of this rank's slices: not reduced over ranks, not scaled; shared experts run outside."""
-        prepared = {name: getattr(layer, PREPARED + name) for name in layer.exl3_names}
-        return layer.exl3_backend.run(layer.exl3_plan, prepared, x, topk_weights, topk_ids)
+        if torch.compiler.is_compiling():  # on a CPU, where vLLM's own op around this is traced
+            return torch.ops.vllm_exl3.routed_experts(x, topk_weights, topk_ids, layer.layer_name)
+        return run_experts(layer, x, topk_weights, topk_ids)
+
+
+def run_experts(
+    layer: RoutedExperts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+) -> torch.Tensor:
+    """y [m, hidden] from x [m, hidden] and the routing [m, top_k]."""
+    prepared = {name: getattr(layer, PREPARED + name) for name in layer.exl3_names}
+    arena = torch.empty(layer.exl3_plan.workspace_bytes, dtype=torch.uint8, device=x.device)
+    y = torch.empty_like(x)
+    layer.exl3_backend.run(layer.exl3_plan, prepared, arena, x, topk_weights.float(), topk_ids, y)
+    return y
+
+
+@torch.library.custom_op("vllm_exl3::routed_experts", mutates_args=())
+def _routed_experts(
+    x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: str
+) -> torch.Tensor:
+    """Opaque to compilers, because which experts run depends on the data."""
+    runner = get_forward_context().no_compile_layers[layer_name]
+    return run_experts(runner.routed_experts, x, topk_weights, topk_ids)
+
+
+@_routed_experts.register_fake
+def _(x: torch.Tensor, *others: object) -> torch.Tensor:
+    return torch.empty_like(x)
 
 
 def activation_of(layer: RoutedExperts) -> Activation:

@@ -165,6 +165,15 @@ class MoeQuery:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """The rows that one plan of a layer's routed experts serves."""
+
+    name: str  # "decode", "prefill" or "parity"
+    rows: int  # most rows of one call
+    block: int  # rows a block of the grouped product; a provider that knows better may use other row tiles inside
+
+
 class NoBackendError(RuntimeError):
     """No provider can run the query; the message lists every refusal."""
 
@@ -216,4 +225,4 @@ def self_check(error: float, limit: float, what: str) -> None:
 
 
 Query = LinearQuery | MoeQuery
-Plan = Any  # a provider's own frozen plan; `workspace_bytes` is the one attribute all have
+Plan = Any  # a provider's own frozen plan, hashable; `workspace_bytes` is the one attribute all have

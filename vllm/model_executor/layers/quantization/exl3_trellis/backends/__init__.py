@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernel providers: one module each, all with the same four verbs.
+"""Kernel providers: one module each.  Those of linear layers have four verbs.
 
     can_run(query, device) -> (ok, reason)      from numbers alone; nothing is compiled, at most the library is imported
     plan(query, device) -> plan                 frozen; `plan.workspace_bytes` is all it will ever need
     prepare(plan, weights) -> {name: tensor}    once, after loading; views what it can, copies only what it must reorder
     run(plan, prepared, x) -> y                 allocates nothing but y
 
-Providers of routed experts have the same verbs, and `run(plan, prepared, x, topk_weights, topk_ids)`.
+Providers of routed experts have more, for they serve a layer through several plans: see `MoeBackend`.
 
 `x` is [m, query.width] and `y` is [m, query.out_width], both of query.io_dtype; the layer's bias is not part of it.
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..expert_intake import ExpertSlice
-    from ..plan import Device, LinearQuery, MoeQuery, Plan
+    from ..plan import Device, LinearQuery, MoeQuery, Plan, Window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,28 +52,56 @@ class Backend(Protocol):
 
 
 class MoeBackend(Protocol):
-    """What a provider module of routed experts offers."""
+    """What a provider module of routed experts offers.
+
+    A layer has one plan for each window of rows, and prepares its tensors once for all of them.
+    """
 
     name: str
+    capturable: bool  # whether `run` may be inside a CUDA graph capture
 
-    def can_run(self, query: MoeQuery, device: Device) -> tuple[bool, str]: ...
+    def can_run(self, query: MoeQuery, device: Device) -> tuple[bool, str]:
+        """From numbers alone; nothing is compiled, at most the library is imported."""
 
-    def plan(self, query: MoeQuery, device: Device) -> Plan: ...
+    def plan(self, query: MoeQuery, device: Device, window: Window) -> Plan:
+        """Frozen and hashable; `workspace_bytes` is exact, and all that `run` needs."""
 
-    def prepare(self, plan: Plan, weights: tuple[ExpertSlice, ...]) -> dict[str, torch.Tensor]:
-        """`weights` has `query.slices` entries, laid out as in `slabs`."""
+    def prepare(self, query: MoeQuery, weights: tuple[ExpertSlice, ...]) -> dict[str, torch.Tensor]:
+        """Once after loading; views where it can.  `weights` has `query.slices` entries, laid out as in `slabs`."""
 
     def run(
         self,
         plan: Plan,
         prepared: Mapping[str, torch.Tensor],
+        arena: torch.Tensor,
         x: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
-    ) -> torch.Tensor:
-        """y [m, hidden] from x [m, hidden], topk_weights [m, top_k] f32 and topk_ids [m, top_k] i32 or i64.
+        y: torch.Tensor,
+    ) -> None:
+        """Write all of y.  A capturable provider allocates nothing and never waits for the device.
 
-        An id below 0 is nobody's.  The sum over this rank's slices only: vLLM reduces over ranks and scales.
+        Args:
+            plan: of the window that the rows fall into.
+            prepared: what `prepare` returned.
+            arena: [at least plan.workspace_bytes] u8, aligned to 256 bytes; what it holds is ignored, NaN included.
+            x: [m, query.hidden] query.io_dtype, m at most window.rows.
+            topk_weights: [m, top_k] f32.
+            topk_ids: [m, top_k] i32 or i64; an id below 0 is nobody's.
+            y: [m, query.hidden] query.io_dtype: the sum over this rank's slices, which vLLM reduces and scales.
+        """
+
+    def warm(self, plan: Plan, prepared: Mapping[str, torch.Tensor], arena: torch.Tensor) -> int:
+        """Load or compile every specialisation that `run` may reach with this plan; how many there are.
+
+        Called after loading and before the KV cache is sized, on the device that will serve.
+        """
+
+    def check(self, query: MoeQuery, device: torch.device) -> None:
+        """Compare with the reference on small random experts, on this very device.
+
+        Raises:
+            NoBackendError: they disagree.
         """
 
 

@@ -14,21 +14,21 @@ import torch
 import torch.nn.functional as F
 
 from ..expert_intake import ExpertSlice
-from ..plan import Activation, Device, MoeQuery
+from ..plan import Activation, Device, MoeQuery, Window
 from ..reference import decode_dense
 from ..slabs import MATRICES, MATRIX, slabs
 from .torch import DTYPES
 
 name = "torch"
+capturable = False
 KINDS = ("w13_trellis", "w13_suh", "w13_svh", "w2_trellis", "w2_suh", "w2_svh")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TorchMoePlan:
-    """Nothing to decide but when to decode."""
+    """Nothing to decide, for any number of rows."""
 
     query: MoeQuery
-    decode_once: bool
     workspace_bytes: int = 0
 
 
@@ -41,15 +41,24 @@ def can_run(query: MoeQuery, device: Device) -> tuple[bool, str]:
     return True, ""
 
 
-def plan(query: MoeQuery, device: Device) -> TorchMoePlan:
-    """Decode once where memory is the host's."""
-    return TorchMoePlan(query=query, decode_once=device.kind == "cpu")
+def plan(query: MoeQuery, device: Device, window: Window) -> TorchMoePlan:
+    """The same for all rows."""
+    return TorchMoePlan(query=query)
 
 
-def prepare(plan: TorchMoePlan, weights: tuple[ExpertSlice, ...]) -> dict[str, torch.Tensor]:
-    """Decode to dense [experts, out, in] matrices, or keep the slabs as they are."""
-    query = plan.query
-    if not plan.decode_once:
+def prepare(
+    query: MoeQuery, weights: tuple[ExpertSlice, ...], decode_once: bool | None = None
+) -> dict[str, torch.Tensor]:
+    """Decode to dense [experts, out, in] matrices, or keep the slabs as they are.
+
+    Args:
+        query: the layer.
+        weights: its slabs; those that are decoded are let go.
+        decode_once: None: where memory is the host's.
+    """
+    if decode_once is None:
+        decode_once = weights[0].w2_trellis.device.type == "cpu"
+    if not decode_once:
         return {f"slice{i}_{kind}": getattr(part, kind) for i, part in enumerate(weights) for kind in KINDS}
     into, middle = len(query.banks) - 1, query.intermediate
     empty = {"dtype": DTYPES[query.io_dtype], "device": weights[0].w2_trellis.device}
@@ -72,20 +81,41 @@ def prepare(plan: TorchMoePlan, weights: tuple[ExpertSlice, ...]) -> dict[str, t
 def run(
     plan: TorchMoePlan,
     prepared: Mapping[str, torch.Tensor],
+    arena: torch.Tensor,
     x: torch.Tensor,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
-) -> torch.Tensor:
-    """y [m, hidden] from x [m, hidden] and the routing [m, top_k]."""
-    query, act = plan.query, plan.query.activation
-    if plan.decode_once:
-        numbers = (act.name, act.limit, act.alpha, act.beta, query.weight_on_input)
-        return _run_dense(x, topk_weights, topk_ids, prepared["w13"], prepared["w2"], *numbers)
-    weights = tuple(
-        ExpertSlice(**{kind: prepared[f"slice{i}_{kind}"] for kind in KINDS}) for i in range(query.slices)
-    )
-    one = torch.empty(len(query.banks) - 1, query.intermediate, query.hidden, dtype=x.dtype, device=x.device)
-    two = torch.empty(query.hidden, query.intermediate, dtype=x.dtype, device=x.device)
+    y: torch.Tensor,
+) -> None:
+    """Fill y [m, hidden] from x [m, hidden] and the routing [m, top_k]; needs no arena."""
+    query = plan.query
+    weights_of = _dense(prepared) if "w13" in prepared else _decoding(query, prepared, x.dtype)
+    y.copy_(_grouped(x, topk_weights, topk_ids, query.experts, weights_of, query.activation, query.weight_on_input))
+
+
+def warm(plan: TorchMoePlan, prepared: Mapping[str, torch.Tensor], arena: torch.Tensor) -> int:
+    """Nothing is compiled."""
+    return 0
+
+
+def check(query: MoeQuery, device: torch.device) -> None:
+    """It is the reference."""
+
+
+WeightsOf = Callable[[int], tuple[torch.Tensor, torch.Tensor]]  # expert -> [gate and up, hidden], [hidden, middle]
+
+
+def _dense(prepared: Mapping[str, torch.Tensor]) -> WeightsOf:
+    w13, w2 = prepared["w13"], prepared["w2"]
+    return lambda expert: (w13[expert], w2[expert])
+
+
+def _decoding(query: MoeQuery, prepared: Mapping[str, torch.Tensor], dtype: torch.dtype) -> WeightsOf:
+    """Decodes an expert when it is asked for, over the one before."""
+    weights = tuple(ExpertSlice(**{kind: prepared[f"slice{i}_{kind}"] for kind in KINDS}) for i in range(query.slices))
+    empty = {"dtype": dtype, "device": weights[0].w2_trellis.device}
+    one = torch.empty(len(query.banks) - 1, query.intermediate, query.hidden, **empty)
+    two = torch.empty(query.hidden, query.intermediate, **empty)
 
     def decoded(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
         for matrix in MATRICES:
@@ -94,30 +124,7 @@ def run(
                 decode((two[:, middle] if shard == "w2" else one[int(shard == "w3"), middle]).t())
         return one.flatten(0, 1), two
 
-    return _grouped(x, topk_weights, topk_ids, query.experts, decoded, act, query.weight_on_input)
-
-
-@torch.library.custom_op("vllm_exl3::dense_experts", mutates_args=())
-def _run_dense(
-    x: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    activation: str,
-    limit: float | None,
-    alpha: float,
-    beta: float,
-    weight_on_input: bool,
-) -> torch.Tensor:
-    """Opaque to compilers, because which experts run depends on the data; on a CPU vLLM traces all else around it."""
-    act = Activation(name=activation, limit=limit, alpha=alpha, beta=beta)
-    return _grouped(x, topk_weights, topk_ids, w2.shape[0], lambda e: (w13[e], w2[e]), act, weight_on_input)
-
-
-@_run_dense.register_fake
-def _(x: torch.Tensor, *others: object) -> torch.Tensor:
-    return torch.empty_like(x)
+    return decoded
 
 
 def _grouped(
@@ -125,7 +132,7 @@ def _grouped(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     experts: int,
-    weights_of: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
+    weights_of: WeightsOf,
     activation: Activation,
     weight_on_input: bool,
 ) -> torch.Tensor:
