@@ -41,8 +41,8 @@ lock:  ## bring release/manifest.lock up to date (RESOLVE=1: the dependencies to
 verify:  ## check the lock, the checkout and the wheels in dist against each other
 	@$(PYTHON) -m release verify
 
-image:  ## build the image with Docker: TARGET=cuda or cpu
-	@$(PYTHON) -m release build --target $(or $(TARGET),cuda)
+image:  ## build the image with Docker: TARGET=cuda or cpu; EXLLAMAV3=1: with exllamav3's kernels, hours more
+	@$(PYTHON) -m release build --target $(or $(TARGET),cuda) $(if $(filter 1,$(EXLLAMAV3)),--exllamav3)
 
 test-image: venv  ## build the CPU image with a real engine of its own and use it; root on Debian only
 	@$(BIN)/python tests/docker/run.py

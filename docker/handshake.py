@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 import sys
+import sysconfig
 from pathlib import Path
 
 
@@ -30,6 +32,13 @@ def main() -> int:
             torch.ops.load_library(str(library))
         except OSError as error:
             wrong.append(f"the compiled extension does not load with torch {torch.__version__}: {error}")
+        if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+            wrong.append("Python.h is missing, which Triton compiles with; want a base image with Python's headers")
+    if said["exllamav3"]:
+        try:
+            importlib.import_module("exllamav3_ext")
+        except ImportError as error:
+            wrong.append(f"exllamav3's extension does not load with torch {torch.__version__}: {error}")
     for line in wrong:
         print(f"handshake: {line}", file=sys.stderr)
     return 1 if wrong else 0

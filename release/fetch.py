@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,6 +27,7 @@ from release.upstream import cache, obtain, pip, tool_python
 
 STAGING = "build/image"
 COMPILE_REQUIREMENTS = "docker/compile-requirements.txt"
+EXLLAMAV3_REQUIREMENTS = "docker/exllamav3-requirements.txt"
 # glibc versions up to that of the image's Debian, in the three ways in which wheels name them.
 _PLATFORMS = (
     *(f"manylinux_2_{minor}_x86_64" for minor in range(36, 4, -1)),
@@ -38,7 +40,9 @@ def groups_of(target: str, torch: str) -> list[str]:
     return ["cuda"] if target == "cuda" else ["cpu", f"torch-{torch}"]
 
 
-def fetch(root: Path, target: str, python: str, torch: str, *, only_compile: bool = False) -> Iterator[str]:
+def fetch(
+    root: Path, target: str, python: str, torch: str, *, only_compile: bool = False, exllamav3: bool = False
+) -> Iterator[str]:
     """Fills the folder; with `only_compile`, with no more than the CUDA extension needs.
 
     Raises ReleaseError for a Python that the lock does not cover, or what no index offers.
@@ -52,6 +56,8 @@ def fetch(root: Path, target: str, python: str, torch: str, *, only_compile: boo
     texts = {} if only_compile else {"requirements.txt": pip_requirements(dependencies, groups_of(target, torch))}
     if target == "cuda":
         texts["compile-requirements.txt"] = _compile_requirements(root, pins, dependencies)
+    if exllamav3:
+        texts["exllamav3-requirements.txt"] = (root / EXLLAMAV3_REQUIREMENTS).read_text(encoding="utf-8")
     for name, text in texts.items():
         requirements = cache(root, "requirements") / f"image-{target}-{name}"
         requirements.write_text(text, encoding="utf-8")
@@ -63,7 +69,7 @@ def fetch(root: Path, target: str, python: str, torch: str, *, only_compile: boo
         (folder / "wheels" / name).write_text(text, encoding="utf-8")
     wheel = obtain(root, pins, target)
     _only_these(wheel.parent, folder / "upstream", {pins.wheels[target].sha256}, names={wheel.name})
-    record = describe(root, pins, target, python)
+    record = describe(root, pins, target, python, exllamav3=exllamav3)
     (folder / "build.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     packages = sorted((folder / "wheels").glob("*.whl"))
     yield f"{folder}: {len(packages)} packages, {sum(path.stat().st_size for path in packages) / 1e6:.0f} MB"
@@ -101,7 +107,7 @@ def _only_these(source: Path, folder: Path, digests: set[str], names: set[str] |
                 shutil.copyfile(path, folder / path.name)
 
 
-def describe(root: Path, pins: Pins, target: str, python: str) -> dict[str, Any]:
+def describe(root: Path, pins: Pins, target: str, python: str, *, exllamav3: bool = False) -> dict[str, Any]:
     """What an image of this checkout is made of. `build`, of one lock and one target, names its cache folder."""
     lock = manifest.read_lock(root)
     digest = sha256_of_file(root / manifest.LOCK)
@@ -111,9 +117,19 @@ def describe(root: Path, pins: Pins, target: str, python: str) -> dict[str, Any]
         "target": target,
         "python": python,
         "torch": pins.torch_version,
+        "exllamav3": exllamav3_version(root) if exllamav3 else "",
         "upstream": lock["upstream"]["version"],
         "upstream_commit": lock["upstream"]["commit"],
         "lock_sha256": digest,
         "tree": lock["composed"][target]["tree"],
         "dependencies": lock["dependencies"]["digest"],
     }
+
+
+def exllamav3_version(root: Path) -> str:
+    """Version of the pinned source of exllamav3's extension."""
+    text = (root / EXLLAMAV3_REQUIREMENTS).read_text(encoding="utf-8")
+    found = re.search(r"^exllamav3==(\S+) ", text, re.MULTILINE)
+    if found is None:
+        raise ReleaseError(f"{EXLLAMAV3_REQUIREMENTS}: no line exllamav3==VERSION")
+    return found[1]

@@ -101,4 +101,3 @@ def _check_record(packages: Path, name: str, each: Distribution) -> None:
         found = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "missing"
         if found != digest:
             raise ReleaseError(f"{name}: {file}: {found}, its RECORD has {digest}")
-

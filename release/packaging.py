@@ -18,6 +18,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         command.add_argument("--target", choices=TARGETS, required=True, help="which image")
         command.add_argument("--python", metavar="3.N", help="the base image's Python (default: of the pinned base)")
         command.add_argument("--torch", choices=("cpu", "cuda"), default="cpu", help="build of torch in the CPU image")
+        command.add_argument("--exllamav3", action="store_true", help="also exllamav3's extension, hours of compiling")
     order.add_argument("--base", metavar="IMAGE", help="base image in place of the pinned one; needs --python")
     order.add_argument("--tag", default="", help="name of the image (default: exl3-vllm:VERSION)")
     order.add_argument("--stage", default="", help="stop after a stage of the Dockerfile, say compile-cuda")
@@ -31,8 +32,9 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _fetch(root: Path, given: argparse.Namespace) -> int:
+    image.require_target(given.target, given.exllamav3)
     python = given.python or read_pins(root).image_python
-    for line in fetch.fetch(root, given.target, python, given.torch):
+    for line in fetch.fetch(root, given.target, python, given.torch, exllamav3=given.exllamav3):
         print(line, flush=True)
     return 0
 
@@ -43,7 +45,7 @@ def _build(root: Path, given: argparse.Namespace) -> int:
         raise ReleaseError("--base and --python go together: say which Python the base image has")
     order = image.Order(
         target=given.target, base=given.base or pins.image_base, python=given.python or pins.image_python,
-        torch=given.torch, tag=given.tag, stage=given.stage, options=tuple(given.options),
+        torch=given.torch, exllamav3=given.exllamav3, tag=given.tag, stage=given.stage, options=tuple(given.options),
     )  # fmt: skip
     for line in image.build(root, order, only_print=given.only_print):
         print(line, flush=True)

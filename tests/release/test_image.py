@@ -35,6 +35,38 @@ def test_print_shows_one_command(checkout: Path, capsys: pytest.CaptureFixture[s
     assert words[-2:] == ["--network=host", "."]
 
 
+def test_exllamav3_is_asked_for(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["build", "--target", "cuda", "--print"]) == 0
+    plain = shlex.split(capsys.readouterr().out)
+    assert main(["build", "--target", "cuda", "--print", "--exllamav3"]) == 0
+    words = shlex.split(capsys.readouterr().out)
+    version = fetch.exllamav3_version(checkout)
+    assert set(words) - set(plain) == {"--build-arg=EXLLAMAV3=1", f"--label=exl3.exllamav3={version}"}
+    assert set(plain) - set(words) == {"--build-arg=EXLLAMAV3=0", "--label=exl3.exllamav3="}
+
+
+@pytest.mark.parametrize("command", ["build", "fetch"])
+def test_exllamav3_without_a_gpu_is_refused(refused: Refusal, command: str) -> None:
+    message = "--exllamav3: the cpu image has no use for it, want --target cuda"
+    assert refused(command, "--target", "cpu", "--exllamav3") == message
+
+
+def test_exllamav3_is_pinned_by_hash_and_noticed(checkout: Path) -> None:
+    lines = (checkout / fetch.EXLLAMAV3_REQUIREMENTS).read_text().splitlines()[1:]
+    assert re.fullmatch(r"exllamav3==\d+\.\d+\.\d+ \\\s+--hash=sha256:[0-9a-f]{64}", "\n".join(lines))
+    assert "exllamav3 (MIT License; Copyright" in (checkout / "NOTICE").read_text()
+    assert "/opt/exl3/licenses/exllamav3" in " ".join((checkout / "NOTICE").read_text().split())
+
+
+def test_both_extensions_are_compiled_for_the_same_cards(checkout: Path) -> None:
+    """exllamav3's kernels need nothing that only sm_90a has."""
+    own = re.search(r'EXL3_ARCHS "([^"]+)"', (checkout / "csrc/exl3/CMakeLists.txt").read_text())
+    other = re.search(r'^ARCHITECTURES = "([^"]+)"$', (checkout / "docker/exllamav3.py").read_text(), re.MULTILINE)
+    assert own and other
+    cards = [card.rstrip("a") for card in own[1].split(";")]
+    assert other[1].removesuffix("+PTX").replace(".", "").split(";") == cards
+
+
 def test_a_base_without_its_python_is_refused(refused: Refusal) -> None:
     message = "--base and --python go together: say which Python the base image has"
     assert refused("build", "--target", "cpu", "--base", "x") == message
