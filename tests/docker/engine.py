@@ -7,8 +7,10 @@ engine. Containers share the host's network, which is all that the test needs.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -20,6 +22,10 @@ PACKAGES = ("docker.io", "mmdebstrap")
 DAEMON = "/usr/sbin/dockerd"
 CLIENT = "/usr/bin/docker"  # of the same version as the daemon, wherever else there is one
 _OPTIONS = ("--bridge=none", "--iptables=false", "--ip6tables=false", "--ip-forward=false", "--ip-masq=false")
+_BASE = (
+    "--variant=minbase", "--include=python3,python3-venv,libpython3-dev,ca-certificates",
+    "--dpkgopt=path-exclude=/usr/share/doc/*", "--dpkgopt=path-exclude=/usr/share/man/*", "bookworm",
+)  # fmt: skip
 _EPOCH = "1767225600"  # seconds; the date of every file of the base, so that it is the same tar each time
 
 
@@ -29,6 +35,8 @@ def why_not() -> str:
         return "only root can start a Docker engine"
     if shutil.which("apt-get") is None or not Path("/etc/debian_version").exists():
         return "its packages are Debian's"
+    if subprocess.run(["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/mnt"], check=False).returncode:
+        return "this machine lets nobody mount, as a container without CAP_SYS_ADMIN"
     return ""
 
 
@@ -56,21 +64,36 @@ def engine(folder: Path, *, keep: bool) -> Iterator[str]:
     host = f"unix://{folder}/socket"
     places = (f"--host={host}", f"--data-root={folder}/data", f"--exec-root={folder}/exec", f"--pidfile={folder}/pid")
     with (folder / "log").open("wb") as log:
-        daemon = subprocess.Popen([DAEMON, *places, *_OPTIONS], stdout=log, stderr=subprocess.STDOUT)
+        # In a session of its own: ^C comes to this process, which stops the daemon, which stops its containers.
+        daemon = subprocess.Popen(
+            [DAEMON, *places, *_OPTIONS], stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
     try:
         _wait(host, daemon, folder / "log")
         yield host
     finally:
-        daemon.terminate()
-        try:
-            daemon.wait(60)
-        except subprocess.TimeoutExpired:
-            daemon.kill()
-            daemon.wait()
-        for name in sorted((folder / "exec" / "netns").glob("*")):
-            subprocess.run(["umount", str(name)], check=False)
+        impatient = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _stop(daemon)
+        _unmount(folder)
         if not keep:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(folder)
+        signal.signal(signal.SIGINT, impatient)
+
+
+def _stop(daemon: subprocess.Popen[bytes]) -> None:
+    """Ends the daemon, which ends its containers; kills one that does not."""
+    daemon.terminate()
+    try:
+        daemon.wait(60)
+    except subprocess.TimeoutExpired:
+        daemon.kill()
+        daemon.wait()
+
+
+def _unmount(folder: Path) -> None:
+    places = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
+    for place in sorted((place for place in places if place.startswith(f"{folder}/")), reverse=True):
+        subprocess.run(["umount", "--lazy", place], check=True)
 
 
 def _wait(host: str, daemon: subprocess.Popen[bytes], log: Path) -> None:
@@ -85,18 +108,16 @@ def _wait(host: str, daemon: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def base_image(cache: Path, docker: Sequence[str], environment: dict[str, str]) -> str:
-    """A Debian 12 with its Python 3.11, made from packages: no registry is asked."""
-    rootfs = cache / "image-base" / "rootfs.tar"
+    """A Debian 12 with its Python 3.11 and the headers of it, made from packages: no registry is asked."""
+    name = hashlib.sha256(" ".join(_BASE).encode()).hexdigest()[:12]
+    folder = cache / "image-base" / name
+    rootfs = folder / "rootfs.tar"
     if not rootfs.exists():
-        rootfs.parent.mkdir(parents=True, exist_ok=True)
-        partial = rootfs.with_suffix(".partial.tar")
-        run(
-            "mmdebstrap", "--quiet", "--variant=minbase", "--include=python3,python3-venv,ca-certificates",
-            "--dpkgopt=path-exclude=/usr/share/doc/*", "--dpkgopt=path-exclude=/usr/share/man/*", "bookworm",
-            str(partial), SOURCE_DATE_EPOCH=_EPOCH,
-        )  # fmt: skip
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / "partial.tar"
+        run("mmdebstrap", "--quiet", *_BASE, str(partial), SOURCE_DATE_EPOCH=_EPOCH)
         partial.replace(rootfs)
-    (rootfs.parent / "Dockerfile").write_text("FROM scratch\nADD rootfs.tar /\n", encoding="utf-8")
-    name = "exl3-test-base:bookworm"
-    subprocess.run([*docker, "build", "--quiet", f"--tag={name}", str(rootfs.parent)], env=environment, check=True)
-    return name
+    (folder / "Dockerfile").write_text("FROM scratch\nADD rootfs.tar /\n", encoding="utf-8")
+    tag = f"exl3-test-base:{name}"
+    subprocess.run([*docker, "build", "--quiet", f"--tag={tag}", str(folder)], env=environment, check=True)
+    return tag
