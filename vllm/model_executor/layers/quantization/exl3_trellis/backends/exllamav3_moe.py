@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Provider `exllamav3` of routed experts: the parity path, exllamav3's `exl3_moe` on a chunk of rows at a time.
+
+Its kernel spins on barriers that need all its blocks on the card at once, and every kernel of the library on a card
+shares one buffer of locks: it runs alone, on one stream, and never inside a CUDA graph.  It adds an expert's outputs
+in the order in which they finish, so the last bits differ from run to run.
+Does not serve what that kernel refuses: the 3inst codebook, several codebooks in one expert, an unpadded middle.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from ..expert_check import compare
+from ..expert_intake import ExpertSlice
+from ..plan import Device, MoeQuery, Window
+from ..slabs import MATRIX, slabs
+from .torch_moe import KINDS
+
+if TYPE_CHECKING:
+    from . import MoeBackend
+
+name = "exllamav3"
+capturable = False
+MIN_SM = 80
+CODEBOOKS = ("mcg", "mul1")
+ARGUMENTS = 35  # of exl3_moe; they changed between versions
+BLOCKS_PER_EXPERT = 8  # what a group of its blocks is made of
+ALIGNMENT = 256  # bytes
+DTYPES = ("float16", "bfloat16", "float32")
+SILU = 0
+CHECK_LIMIT = 4e-3  # relative; its activations are fp16 throughout
+SIDES = ("suh", "svh")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityMoePlan:
+    """Rows in chunks; the arena holds what one chunk needs."""
+
+    query: MoeQuery
+    chunk: int  # rows
+    groups: int  # experts at once
+    workspace_bytes: int
+
+
+def can_run(query: MoeQuery, device: Device) -> tuple[bool, str]:
+    """Where `exllamav3_ext` can be imported, for what its fused kernel takes."""
+    why = _refuse_layer(query)
+    if device.kind != "cuda":
+        why = f"runs on CUDA, not on {device.kind}"
+    elif device.sm < MIN_SM:
+        why = f"needs SM{MIN_SM} or newer, this card is SM{device.sm}"
+    why = why or missing()
+    return not why, why
+
+
+def _refuse_layer(query: MoeQuery) -> str:
+    act = query.activation
+    if (act.name, act.limit, act.alpha, act.beta) != ("silu", None, 1.0, 0.0) or query.w3 is None:
+        return f"activation {act.name}, limit {act.limit}, want silu without a limit"
+    if query.codebooks - set(CODEBOOKS):
+        return f"codebook {' and '.join(sorted(query.codebooks))}, want {' or '.join(CODEBOOKS)}"
+    for (_, books), _ in _tiers(query):
+        if len(set(books)) > 1:
+            return f"an expert has the codebooks {' and '.join(sorted(set(books)))}, want one"
+    if query.intermediate != query.slices * query.width:
+        return f"{query.intermediate} channels in the middle, padded to {query.slices * query.width}, want no padding"
+    if query.weight_on_input:
+        return "weights on the input, want them on the output"
+    if query.io_dtype not in DTYPES:
+        return f"activations are {query.io_dtype}, want one of {', '.join(DTYPES)}"
+    return ""
+
+
+@functools.cache
+def missing() -> str:
+    """Why the extension cannot be used, or an empty string."""
+    if importlib.util.find_spec("exllamav3_ext") is None:
+        return "the module exllamav3_ext is not installed"
+    try:
+        kernel = importlib.import_module("exllamav3_ext").exl3_moe
+    except (ImportError, OSError, AttributeError) as error:
+        return f"exllamav3_ext has no exl3_moe: {error}"
+    found = (kernel.__doc__ or "").count("arg")
+    if found != ARGUMENTS:
+        return f"exl3_moe takes {found} arguments, want {ARGUMENTS}: another version of exllamav3"
+    return ""
+
+
+Tier = tuple[tuple[float, ...], tuple[str, ...]]  # rates and codebooks of gate, up and down
+
+
+def _tiers(query: MoeQuery) -> list[tuple[Tier, tuple[int, ...]]]:
+    """Experts that one launch can serve together: equal in the rates and codebooks of their projections."""
+    banks = [query.banks[shard] for shard in ("w1", "w3", "w2") if shard in query.banks]
+    found: dict[Tier, list[int]] = {}
+    for expert in range(query.experts):
+        kind = tuple(bank.rates[expert] for bank in banks), tuple(bank.codebooks[expert] for bank in banks)
+        found.setdefault(kind, []).append(expert)
+    return [(kind, tuple(experts)) for kind, experts in sorted(found.items())]
+
+
+def _layout(query: MoeQuery, rows: int, groups: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Every buffer of a chunk.  One expert may get all rows."""
+    half = torch.float16
+    return {
+        "x": ((rows, query.k), half),
+        "sum": ((rows, query.k), torch.float32),
+        "gate_in": ((groups, rows, query.k), half),
+        "up_in": ((groups, rows, query.k), half),
+        "gate_out": ((groups, rows, query.width), half),
+        "up_out": ((groups, rows, query.width), half),
+    }
+
+
+def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+
+
+def plan(query: MoeQuery, device: Device, window: Window) -> ParityMoePlan:
+    """Chunks of a block of the window; as many experts at once as the card has room for their blocks."""
+    groups, chunk = max(1, device.sms // BLOCKS_PER_EXPERT), min(window.rows, window.block)
+    size = sum(_bytes(*each) for each in _layout(query, chunk, groups).values())
+    return ParityMoePlan(query=query, chunk=chunk, groups=groups, workspace_bytes=size)
+
+
+def prepare(query: MoeQuery, weights: tuple[ExpertSlice, ...]) -> dict[str, torch.Tensor]:
+    """The slabs as they are, and where in them each expert's tensors begin.
+
+    slice{i}_{kind}  as loaded
+    places    [3, 3, experts] i64 bytes: of gate, up, down and of trellis, suh, svh, from the start of its parameter
+    tiers     [tiers, experts] i64: the expert where it is of this tier, elsewhere `experts`
+    """
+    device = weights[0].w2_trellis.device
+    places = torch.tensor([_places(query, shard) for shard in ("w1", "w3", "w2")])
+    tiers = torch.full((len(_tiers(query)), query.experts), query.experts)
+    for row, (_, experts) in enumerate(_tiers(query)):
+        tiers[row, list(experts)] = torch.tensor(experts)
+    slabs_of = {f"slice{i}_{kind}": getattr(part, kind) for i, part in enumerate(weights) for kind in KINDS}
+    return slabs_of | {"places": places.to(device), "tiers": tiers.to(device)}
+
+
+def _places(query: MoeQuery, shard: str) -> list[list[int]]:
+    """Bytes from the start of a parameter to each expert's trellis, suh and svh."""
+    matrix, experts = MATRIX[shard], range(query.experts)
+    rates = {each: bank.rates for each, bank in query.banks.items()}
+    sizes = {each: query.sizes(each) for each in query.banks}
+    trellis = [0] * query.experts
+    for slab in slabs(matrix, rates, sizes):
+        for index, expert in enumerate(slab.experts):
+            if slab.shard == shard:
+                trellis[expert] = 2 * (slab.start + index * math.prod(slab.shape[1:]))
+    rows = [trellis]
+    each, first = (1, 0) if shard == "w2" else (2, int(shard == "w3"))
+    for side, length in zip(SIDES, query.sizes(shard), strict=True):
+        shared = query.shared_h and side == ("svh" if shard == "w2" else "suh")
+        rows.append([2 * length * (first + each * (0 if shared else expert)) for expert in experts])
+    return rows
+
+
+def run(
+    plan: ParityMoePlan,
+    prepared: Mapping[str, torch.Tensor],
+    arena: torch.Tensor,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    y: torch.Tensor,
+) -> None:
+    """Fill y [m, hidden] from x [m, hidden] and the routing [m, top_k], a chunk at a time.
+
+    Raises:
+        RuntimeError: inside a CUDA graph capture.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("backend exllamav3 cannot be captured into a CUDA graph: use --enforce-eager")
+    for start in range(0, x.shape[0], plan.chunk):
+        cut = slice(start, start + plan.chunk)
+        _chunk(plan, prepared, arena, x[cut], topk_weights[cut], topk_ids[cut].long(), y[cut])
+
+
+def _chunk(
+    plan: ParityMoePlan,
+    prepared: Mapping[str, torch.Tensor],
+    arena: torch.Tensor,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    ids: torch.Tensor,
+    y: torch.Tensor,
+) -> None:
+    query, m = plan.query, x.shape[0]
+    views, start = {}, 0
+    for key, (shape, dtype) in _layout(query, plan.chunk, plan.groups).items():
+        views[key] = arena[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        start += _bytes(shape, dtype)
+    a, total = views["x"][:m], views["sum"][:m].zero_()
+    a[:, : query.hidden].copy_(x)
+    a[:, query.hidden :].zero_()
+    temps = [views[key] for key in ("gate_in", "up_in", "gate_out", "up_out")]
+    known = ids.clamp(0).flatten()
+    nobody = (ids < 0).flatten()
+    for row, ((rates, books), _) in enumerate(_tiers(query)):
+        keys = prepared["tiers"][row][known].masked_fill(nobody, query.experts)
+        order = keys.argsort(stable=True)
+        routes = (
+            torch.bincount(keys, minlength=query.experts + 1),
+            order // query.top_k,
+            topk_weights.flatten()[order].half(),
+        )
+        for index in range(query.slices):
+            _launch(query, prepared, index, a, total, routes, temps, rates, books[0])
+    y.copy_(total[:, : query.hidden])
+
+
+def _launch(
+    query: MoeQuery,
+    prepared: Mapping[str, torch.Tensor],
+    index: int,
+    a: torch.Tensor,
+    total: torch.Tensor,
+    routes: tuple[torch.Tensor, ...],
+    temps: list[torch.Tensor],
+    rates: tuple[float, ...],
+    book: str,
+) -> None:
+    """Add one slice of one tier's experts.  Addresses are made here: sleeping moves the slabs."""
+    import exllamav3_ext
+
+    addresses = []
+    for place, shard in zip(prepared["places"], ("w1", "w3", "w2"), strict=True):
+        for offsets, kind in zip(place, ("trellis", *SIDES), strict=True):
+            addresses.append(offsets + prepared[f"slice{index}_{MATRIX[shard]}_{kind}"].data_ptr())
+    flags: list[Any] = [book == "mcg", book == "mul1"] * 3
+    no_limit, all_active, no_scratch, counts = 0.0, -1, (None, None), (1, a.shape[0], 16)  # rows: fewest, most, a tile
+    rest = (*flags, no_limit, all_active, *no_scratch, *counts)
+    exllamav3_ext.exl3_moe(a, total, *routes, *temps, SILU, *rates, *addresses, *rest)
+
+
+def warm(plan: ParityMoePlan, prepared: Mapping[str, torch.Tensor], arena: torch.Tensor) -> int:
+    """One row, so that the kernels of every tier are loaded."""
+    query, device = plan.query, arena.device
+    x = torch.zeros(1, query.hidden, dtype=getattr(torch, query.io_dtype), device=device)
+    ids = torch.full((1, query.top_k), -1, dtype=torch.int32, device=device)
+    run(plan, prepared, arena, x, torch.zeros_like(ids, dtype=torch.float32), ids, torch.empty_like(x))
+    torch.cuda.synchronize(device)
+    return len(_tiers(query))
+
+
+def check(query: MoeQuery, device: torch.device) -> None:
+    """A few random experts of this layer's sizes, against the reference.
+
+    Raises:
+        NoBackendError: they disagree.
+    """
+    compare(cast("MoeBackend", sys.modules[__name__]), query, device, CHECK_LIMIT)
