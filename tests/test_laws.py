@@ -33,6 +33,9 @@ RINGS = {
     "reference": ("vllm",),
     "ops": ("vllm",),
     "plan": ("vllm",),
+    "moe_plan": ("torch", "vllm"),
+    "moe_startup": ("vllm",),
+    "moe_dispatch": ("vllm",),
     "backends": ("vllm",),
 }
 # Imports a module with `vllm` narrowed to the overlay, so that nothing of upstream can be found, and a ban on more.

@@ -50,11 +50,15 @@ def test_cache_key_holds_what_changes_the_graph_and_nothing_else():
     assert {name for name in NAMES if name in factors} == {"VLLM_EXL3_BACKEND", "VLLM_EXL3_FUSED"}
 
 
-def test_forced_provider_that_cannot_run_is_an_error(engine, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "why"), [
+    ("native", "no EXL3 kernel for linear .*native: runs on CUDA, not on cpu"),
+    ("b12x", "VLLM_EXL3_BACKEND=b12x: it runs routed experts only, and this checkpoint has none"),
+])
+def test_forced_provider_that_cannot_run_is_an_error(engine, tmp_path, monkeypatch, name, why):
     from validate.__main__ import main as validate
 
     folder = tmp_path / "checkpoint"
     assert validate(["make-checkpoint", "dense", str(folder)]) == 0
-    monkeypatch.setenv("VLLM_EXL3_BACKEND", "b12x")
-    with pytest.raises(Exception, match="no EXL3 kernel for linear .*'b12x' is not one of"):
+    monkeypatch.setenv("VLLM_EXL3_BACKEND", name)
+    with pytest.raises(Exception, match=why):
         engine(folder)

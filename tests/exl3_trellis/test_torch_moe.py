@@ -11,12 +11,12 @@ import torch.nn.functional as F
 
 from tests.exl3_trellis.moe_layers import dense, load, make_layer, make_spec, query_of, slices_of, stored_tensors
 from vllm.model_executor.layers.quantization.exl3_trellis.backends import torch_moe
+from vllm.model_executor.layers.quantization.exl3_trellis.moe_plan import choose_experts
 from vllm.model_executor.layers.quantization.exl3_trellis.plan import (
     Activation,
     Device,
     NoBackendError,
     Window,
-    choose,
 )
 
 CPU = Device(kind="cpu")
@@ -184,4 +184,4 @@ def test_an_unknown_activation_is_refused_by_name():
     spec = make_spec(RATES)
     _, parts = make_layer(spec, 256)
     with pytest.raises(NoBackendError, match="torch: activation situ, want one of silu, swigluoai"):
-        choose(query_of(spec, parts, activation=Activation(name="situ")), CPU, (torch_moe,))
+        choose_experts(query_of(spec, parts, activation=Activation(name="situ")), CPU, (torch_moe,))

@@ -22,6 +22,7 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
+from .exl3_trellis.backends import moe_candidates
 from .exl3_trellis.checkpoint import SUFFIXES, LinearSpec, find_module, storage_disagreements
 from .exl3_trellis.expert_names import find_experts
 from .exl3_trellis.experts import ExpertsSpec
@@ -33,7 +34,7 @@ from .exl3_trellis.repository import local_folder, model_contents
 from .exl3_trellis.role import DRAFT_PREFIX, stamp
 from .exl3_trellis.safetensors_headers import CheckpointError
 from .exl3_trellis.scratch import ModelRef
-from .exl3_trellis.support import require_supported, split_experts
+from .exl3_trellis.support import limit_graphs, require_supported, split_experts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -53,6 +54,10 @@ SLICE = re.compile(rf"\.slice\.(\d+)\.({'|'.join(SUFFIXES)})$")
 
 class EXL3Config(QuantizationConfig):
     """What a checkpoint's headers say, by the names of vLLM's modules.  Holds no tensor, so it crosses processes."""
+
+    moe_providers = staticmethod(
+        moe_candidates
+    )  # returns every kernel provider of routed experts; a subclass may differ
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
@@ -120,11 +125,13 @@ class EXL3Config(QuantizationConfig):
 
     def verify_with_vllm_config(self, vllm_config: VllmConfig) -> None:
         """Refuse what EXL3 does not work with, before anything is loaded."""
-        require_supported(vllm_config)
+        require_supported(vllm_config, bool(self.experts))
         tp = vllm_config.parallel_config.tensor_parallel_size
         problems = split_blocks(self.linears, tp) if tp > 1 else []
         if problems := problems + split_experts(self.experts, vllm_config):
             raise CheckpointError(problems)
+        if self.experts:
+            limit_graphs(vllm_config)
         self.dummy = vllm_config.load_config.load_format == "dummy"
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
@@ -162,7 +169,8 @@ class EXL3Config(QuantizationConfig):
             return None
         stamp(layer, prefix, self.model.get())
         self.progress.expect()
-        return EXL3MoEMethod(layer.moe_config, self.experts[stored], stored, self.progress.step, dummy=self.dummy)
+        spec, step = self.experts[stored], self.progress.step
+        return EXL3MoEMethod(layer.moe_config, spec, stored, step, self.dummy, self.moe_providers)
 
     def _components(self, prefix: str) -> list[list[Source]]:
         """The stored modules of the layer `prefix`, in the order of its outputs; several where vLLM merges them."""

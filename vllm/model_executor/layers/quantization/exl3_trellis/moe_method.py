@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
-from . import backends
+from .backends import MoeBackend, moe_candidates
 from .expert_intake import (
     create_expert_params,
     held_params,
@@ -27,9 +28,13 @@ from .expert_intake import (
 from .expert_names import HeldExperts
 from .experts import ExpertsSpec
 from .layout import padded
-from .plan import Activation, Bank, Device, MoeQuery, Window, choose
+from .moe_dispatch import Experts, Route
+from .moe_plan import Limits, choose_experts, kernels_of, require_limits, windows
+from .moe_startup import startup_of
+from .plan import Activation, Bank, Device, MoeQuery
 from .role import capacity_of
 from .safetensors_headers import CheckpointError
+from .scratch import Model
 from .slabs import local_parts
 
 if TYPE_CHECKING:
@@ -49,16 +54,25 @@ class EXL3MoEMethod(FusedMoEMethodBase):
         prefix: their name in the checkpoint.
         on_prepared: called when the layer's weights are ready, for progress.
         dummy: weights are made up, not read (`--load-format dummy`).
+        providers: returns every kernel provider of routed experts.
     """
 
     def __init__(
-        self, moe: FusedMoEConfig, spec: ExpertsSpec, prefix: str, on_prepared: Callable[[], None], dummy: bool = False
+        self,
+        moe: FusedMoEConfig,
+        spec: ExpertsSpec,
+        prefix: str,
+        on_prepared: Callable[[], None],
+        dummy: bool = False,
+        providers: Callable[[], Sequence[MoeBackend]] = moe_candidates,
     ) -> None:
         super().__init__(moe)
         self.spec = spec
         self.prefix = prefix
         self.on_prepared = on_prepared
         self.dummy = dummy
+        self.providers = providers
+        self.limits = Limits.read(envs)
 
     def create_weights(
         self,
@@ -73,9 +87,11 @@ class EXL3MoEMethod(FusedMoEMethodBase):
 
         Raises:
             CheckpointError: the model and the checkpoint disagree, or the tensor parallel size does not fit.
+            ValueError: the layer cannot be planned as the environment asks.
         """
         parallel = self.moe.moe_parallel_config
         self._check(layer, num_experts, hidden_size)
+        require_limits(self.limits, capacity_of(get_current_vllm_config_or_none()))
         intermediate = intermediate_size_per_partition * parallel.tp_size
         parts = local_parts(self.spec, intermediate, parallel.tp_size, parallel.tp_rank, self.prefix)
         layer.exl3_experts = HeldExperts(prefix=self.prefix, spec=self.spec, parts=parts)
@@ -125,7 +141,11 @@ class EXL3MoEMethod(FusedMoEMethodBase):
         )
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """Choose a provider and hand it the loaded slabs."""
+        """Choose the layer's providers, check them on this device, plan, and hand them the loaded slabs.
+
+        Raises:
+            NoBackendError: nobody can run the layer, or who can disagrees with the reference.
+        """
         if not held_params(layer):
             return  # prepared already, and nothing was loaded since
         if self.dummy:
@@ -133,18 +153,57 @@ class EXL3MoEMethod(FusedMoEMethodBase):
         else:
             require_all_experts(layer)
         query: MoeQuery = layer.exl3_query
-        device = Device.of(held_params(layer)[0][1].device)
+        where = held_params(layer)[0][1].device
+        device = Device.of(where)
         forced = None if envs.VLLM_EXL3_BACKEND == "auto" else envs.VLLM_EXL3_BACKEND
-        backend = choose(query, device, backends.moe_candidates(), forced)
+        choice = choose_experts(query, device, self.providers(), forced, envs.VLLM_EXL3_FUSED)
+        served = windows(self.limits, query.max_rows, planned=choice.planned is not None)
+        chosen = {window.name: choice.of(window.name) for window in served.all}
+        for backend in {backend.name: backend for backend, _ in chosen.values()}.values():
+            check_once(layer.exl3_owner.model, backend, query, where)
+        names = self._prepare(layer, [backend for backend, _ in chosen.values()])
+        routes = {
+            window.name: Route(
+                backend=backend,
+                plan=backend.plan(query, device, window),
+                names=names[backend.name],
+                refusals=refusals,
+            )
+            for window in served.all
+            for backend, refusals in [chosen[window.name]]
+        }
+        layer.exl3_moe = Experts(
+            layer=layer.layer_name, owner=layer.exl3_owner, query=query, windows=served, routes=routes
+        )
+        startup_of(layer.exl3_owner).add(layer, layer.exl3_moe)
         if envs.VLLM_EXL3_LOG_PATH_SELECTION:
-            logger.info("%s: %s runs %s", layer.layer_name, backend.name, query)
-        window = Window(name="parity", rows=query.max_rows, block=query.max_rows)
-        plan = backend.plan(query, device, window)
-        prepared = backend.prepare(query, take_slices(layer, self.spec, layer.exl3_experts.parts))
-        for name, tensor in prepared.items():
-            layer.register_parameter(PREPARED + name, Parameter(tensor, requires_grad=False))
-        layer.exl3_backend, layer.exl3_plan, layer.exl3_names = backend, plan, tuple(prepared)
+            paths = ", ".join(f"{name} by {route.backend.name}" for name, route in routes.items())
+            logger.info("%s (%s): %s: %s", layer.layer_name, layer.exl3_owner.role, paths, query)
         self.on_prepared()
+
+    def _prepare(self, layer: RoutedExperts, providers: Sequence[MoeBackend]) -> dict[str, dict[str, str]]:
+        """Hand the slabs to each provider; its tensors become parameters, one where several hold the same.
+
+        Returns the provider's name -> the tensor's -> the parameter's.
+        """
+        slices = take_slices(layer, self.spec, layer.exl3_experts.parts)
+        names: dict[str, dict[str, str]] = {}
+        held: dict[tuple, str] = {}
+        several = len({backend.name for backend in providers}) > 1
+        for backend in providers:
+            if backend.name in names:
+                continue
+            mine = tuple(replace(part) for part in slices) if several else slices  # what one lets go, others may need
+            names[backend.name] = {}
+            for name, tensor in backend.prepare(layer.exl3_query, mine).items():
+                storage = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+                param = f"{PREPARED}{backend.name}_{name}"
+                if tensor.numel():
+                    param = held.setdefault(storage, param)
+                names[backend.name][name] = param
+                if param not in layer._parameters:
+                    layer.register_parameter(param, Parameter(tensor, requires_grad=False))
+        return names
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
         """None: no kernel of vLLM's own runs these experts."""
@@ -162,18 +221,7 @@ class EXL3MoEMethod(FusedMoEMethodBase):
         """y [m, hidden] of this rank's slices: not reduced over ranks, not scaled; shared experts run outside."""
         if torch.compiler.is_compiling():  # on a CPU, where vLLM's own op around this is traced
             return torch.ops.vllm_exl3.routed_experts(x, topk_weights, topk_ids, layer.layer_name)
-        return run_experts(layer, x, topk_weights, topk_ids)
-
-
-def run_experts(
-    layer: RoutedExperts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
-) -> torch.Tensor:
-    """y [m, hidden] from x [m, hidden] and the routing [m, top_k]."""
-    prepared = {name: getattr(layer, PREPARED + name) for name in layer.exl3_names}
-    arena = torch.empty(layer.exl3_plan.workspace_bytes, dtype=torch.uint8, device=x.device)
-    y = torch.empty_like(x)
-    layer.exl3_backend.run(layer.exl3_plan, prepared, arena, x, topk_weights.float(), topk_ids, y)
-    return y
+        return layer.exl3_moe.run(layer._parameters, x, topk_weights, topk_ids)
 
 
 @torch.library.custom_op("vllm_exl3::routed_experts", mutates_args=())
@@ -181,13 +229,19 @@ def _routed_experts(
     x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: str
 ) -> torch.Tensor:
     """Opaque to compilers, because which experts run depends on the data."""
-    runner = get_forward_context().no_compile_layers[layer_name]
-    return run_experts(runner.routed_experts, x, topk_weights, topk_ids)
+    layer = get_forward_context().no_compile_layers[layer_name].routed_experts
+    return layer.exl3_moe.run(layer._parameters, x, topk_weights, topk_ids)
 
 
 @_routed_experts.register_fake
 def _(x: torch.Tensor, *others: object) -> torch.Tensor:
     return torch.empty_like(x)
+
+
+def check_once(model: Model, backend: MoeBackend, query: MoeQuery, device: torch.device) -> None:
+    """The provider's start-up check, for each kind of layer that the model has."""
+    key = ("checked", backend.name, str(device), kernels_of(query))
+    model.keep(key, lambda: backend.check(query, device))
 
 
 def activation_of(layer: RoutedExperts) -> Activation:

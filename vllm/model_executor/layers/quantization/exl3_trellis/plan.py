@@ -10,15 +10,12 @@ import functools
 import logging
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
-    from .backends import Backend, MoeBackend
-
-
-Provider = TypeVar("Provider", bound="Backend | MoeBackend")
+    from .backends import Backend
 
 
 logger = logging.getLogger("vllm.exl3")
@@ -178,37 +175,34 @@ class NoBackendError(RuntimeError):
     """No provider can run the query; the message lists every refusal."""
 
 
-def choose(query: Query, device: Device, candidates: tuple[Provider, ...], forced: str | None = None) -> Provider:
+def choose(query: LinearQuery, device: Device, candidates: tuple[Backend, ...], forced: str | None = None) -> Backend:
     """Return the first provider that can run `query` on `device`.
 
     Args:
         query: the layer.
         device: where it will run.
         candidates: providers in order of preference.
-        forced: name of the only provider to consider (VLLM_EXL3_BACKEND), or None for `auto`.
+        forced: name of the only provider to consider (VLLM_EXL3_BACKEND), or None for `auto`.  One that has nothing
+            for such layers leaves them to `auto`: it was forced for others.
 
     Raises:
         NoBackendError: none can; the message holds each one's reason.
     """
     refusals: list[str] = []
-    for provider in candidates:
-        if forced is not None and provider.name != forced:
-            continue
-        ok, why = provider.can_run(query, device)  # type: ignore[arg-type]  # providers and queries come in pairs
+    named = [provider for provider in candidates if provider.name == forced]
+    for provider in named or candidates:
+        ok, why = provider.can_run(query, device)
         if ok:
-            _say(type(query).__name__, provider.name, tuple(refusals))
+            _say(provider.name, tuple(refusals))
             return provider
         refusals.append(f"{provider.name}: {why}")
-    names = ", ".join(provider.name for provider in candidates)
-    reasons = "; ".join(refusals) or f"{forced!r} is not one of {names}"
-    raise NoBackendError(f"no EXL3 kernel for {query} on {device}: {reasons}")
+    raise NoBackendError(f"no EXL3 kernel for {query} on {device}: {'; '.join(refusals)}")
 
 
 @functools.cache
-def _say(kind: str, chosen: str, refusals: tuple[str, ...]) -> None:
+def _say(chosen: str, refusals: tuple[str, ...]) -> None:
     """Log a choice the first time that it is made for these reasons."""
-    layers = kind.removesuffix("Query").lower()
-    logger.info("EXL3: provider %s for %s layers%s", chosen, layers, "".join(f"; not {why}" for why in refusals))
+    logger.info("EXL3: provider %s for linear layers%s", chosen, "".join(f"; not {why}" for why in refusals))
 
 
 def self_check(error: float, limit: float, what: str) -> None:
@@ -224,5 +218,4 @@ def self_check(error: float, limit: float, what: str) -> None:
         raise NoBackendError(f"{what} disagrees with the reference: {found}")
 
 
-Query = LinearQuery | MoeQuery
 Plan = Any  # a provider's own frozen plan, hashable; `workspace_bytes` is the one attribute all have

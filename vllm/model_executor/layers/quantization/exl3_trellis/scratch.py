@@ -34,6 +34,13 @@ class Model:
         self.held: dict[Hashable, Any] = {}
         self.lock = threading.RLock()  # a resource may be made of others
 
+    def keep(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What is kept under `key` for the whole model, made by the first call: no memory of a device."""
+        with self.lock:
+            if key not in self.held:
+                self.held[key] = make()
+            return cast(T, self.held[key])
+
     def __reduce__(self) -> tuple[type[Model], tuple[()]]:
         return Model, ()
 
@@ -80,7 +87,21 @@ def scratch(owner: Owner, name: Hashable, make: Callable[[], T]) -> T:
     Raises:
         RuntimeError: it is not there yet, and vLLM has locked its workspaces.
     """
-    slot, locked, pool = _place()
+    slots, locked, pool = _place()
+    return _get(owner, name, make, slots[0], locked, pool)
+
+
+def reserve(owner: Owner, name: Hashable, make: Callable[[], T]) -> None:
+    """Make what `scratch` would, for every microbatch of this lane: when memory is counted, only one of them runs."""
+    slots, locked, pool = _place()
+    for slot in slots:
+        _get(owner, name, make, slot, locked, pool)
+
+
+Pool = Callable[[], AbstractContextManager]
+
+
+def _get(owner: Owner, name: Hashable, make: Callable[[], T], slot: int, locked: bool, pool: Pool) -> T:
     key = (name, owner.role, owner.device, owner.capacity, slot, _on_second_stream(owner.device))
     with owner.model.lock:
         if key not in owner.model.held:
@@ -92,13 +113,16 @@ def scratch(owner: Owner, name: Hashable, make: Callable[[], T]) -> T:
         return cast(T, owner.model.held[key])
 
 
-def _place() -> tuple[int, bool, Callable[[], AbstractContextManager]]:
-    """vLLM's current workspace, whether it may still grow, and the pool that its memory comes from."""
+def _place() -> tuple[list[int], bool, Pool]:
+    """vLLM's current workspace, then those of the other microbatches of its lane; whether they may still grow; the pool
+    that their memory comes from."""
     workspace = sys.modules.get("vllm.v1.worker.workspace")  # unless loaded, nobody has made one
     if workspace is None or not workspace.is_workspace_manager_initialized():
-        return 0, False, nullcontext  # the CPU worker has none
+        return [0], False, nullcontext  # the CPU worker has none
     manager = workspace.current_workspace_manager()
-    return manager._get_workspace_id(), manager.is_locked(), manager._alloc_context
+    here, lanes = manager._get_workspace_id(), manager._num_lanes
+    others = range(here % lanes, lanes * manager._num_ubatches, lanes)
+    return [here, *(slot for slot in others if slot != here)], manager.is_locked(), manager._alloc_context
 
 
 def _on_second_stream(device: str) -> bool:

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import vllm.envs as envs
+from vllm.logger import init_logger
 
+from .moe_plan import PARITY, Limits, require_limits
 from .slabs import legal_tp, tp_refusal
 
 if TYPE_CHECKING:
@@ -15,14 +17,16 @@ if TYPE_CHECKING:
 
     from .experts import ExpertsSpec
 
+logger = init_logger(__name__)
+
 FUSED_BACKENDS = ("native", "b12x")  # what VLLM_EXL3_FUSED=0 turns off
 # Formats that stream the checkpoint's own tensors. The others store weights of another kind, or vLLM's own state.
 GPU_LOAD_FORMATS = ("fastsafetensors", "instanttensor")
 LOAD_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "dummy")
 
 
-def require_supported(vllm_config: VllmConfig) -> None:
-    """Raise ValueError listing every option that does not work with EXL3."""
+def require_supported(vllm_config: VllmConfig, experts: bool) -> None:
+    """Raise ValueError listing every option that does not work with EXL3; `experts`: it has layers of routed ones."""
     refused = []
     load_format = str(getattr(vllm_config.load_config.load_format, "value", vllm_config.load_config.load_format))
     if load_format not in LOAD_FORMATS:
@@ -35,6 +39,8 @@ def require_supported(vllm_config: VllmConfig) -> None:
         refused.append("CPU offloading of weights: EXL3 layers keep theirs on the device")
     if not envs.VLLM_EXL3_FUSED and envs.VLLM_EXL3_BACKEND in FUSED_BACKENDS:
         refused.append(f"VLLM_EXL3_FUSED=0 with VLLM_EXL3_BACKEND={envs.VLLM_EXL3_BACKEND}: want one of the two unset")
+    if envs.VLLM_EXL3_BACKEND == "b12x" and not experts:
+        refused.append("VLLM_EXL3_BACKEND=b12x: it runs routed experts only, and this checkpoint has none")
     parallel = vllm_config.parallel_config
     if parallel.enable_expert_parallel or parallel.enable_eplb:
         flag = "--enable-eplb" if parallel.enable_eplb else "--enable-expert-parallel"
@@ -46,6 +52,32 @@ def require_supported(vllm_config: VllmConfig) -> None:
 def _offloads(vllm_config: VllmConfig) -> bool:
     offload = vllm_config.offload_config
     return bool(offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size)
+
+
+def limit_graphs(vllm_config: VllmConfig) -> None:
+    """Keep CUDA graphs that vLLM would capture by default to rows of routed experts that a graph can hold.
+
+    What the user asked to capture stays, and is refused when it is captured.
+
+    Raises:
+        ValueError: the experts cannot be planned as the environment asks.
+    """
+    from vllm.config import CUDAGraphMode
+
+    asked, rows = Limits.read(envs), vllm_config.scheduler_config.max_num_batched_tokens
+    require_limits(asked, rows)
+    compilation = vllm_config.compilation_config
+    sizes = ("max_cudagraph_capture_size", "cudagraph_capture_sizes")
+    chosen = {name for name in ("cudagraph_mode", *sizes) if getattr(compilation, name) is not None}
+    if not envs.VLLM_EXL3_FUSED or envs.VLLM_EXL3_BACKEND in PARITY:
+        if "cudagraph_mode" not in chosen:
+            logger.warning("EXL3: no CUDA graphs, because all rows of routed experts take the parity path")
+            compilation.cudagraph_mode = CUDAGraphMode.NONE
+    elif not asked.prefill and rows > asked.decode_rows and not chosen.intersection(sizes):
+        step = vllm_config.uniform_decode_query_len  # vLLM rounds the rows of a graph up to a multiple of it
+        most = max(1, asked.decode_rows // step) * step
+        logger.warning("EXL3: CUDA graphs of at most %d rows; more take the parity path", most)
+        compilation.max_cudagraph_capture_size = most
 
 
 def split_experts(experts: Mapping[str, ExpertsSpec], vllm_config: VllmConfig) -> list[str]:

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Before the first rows of routed experts: one arena for all layers of an owner, and every kernel loaded.
+
+vLLM runs the whole model once, before it counts the memory that is left for its KV cache: the first layer of an owner
+that is called then makes the arena and warms every layer's plans, those too that this run does not reach.  So what live
+requests need is there, and counted.  No vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from .scratch import Owner, reserve, scratch
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from .moe_dispatch import Experts, Route
+
+logger = logging.getLogger("vllm.exl3")
+ALIGNMENT = 256  # bytes, of an arena
+MIB = 1 << 20
+WINDOWS = ("decode", "prefill", "parity")
+
+
+def startup_of(owner: Owner) -> Startup:
+    """The owner's, one for all its lanes and streams."""
+    return owner.model.keep(("experts", owner.role, owner.device, owner.capacity), Startup)
+
+
+class Startup:
+    """What the layers of one owner need together.  Holds neither a layer nor its owner alive."""
+
+    def __init__(self) -> None:
+        self.layers: weakref.WeakKeyDictionary[Module, Experts] = weakref.WeakKeyDictionary()
+        self.need = 0  # bytes: the most that any window of any layer works in
+        self.warmed: set[Hashable] = set()  # (provider, plan)
+        self.ready = False
+
+    def add(self, layer: Module, experts: Experts) -> None:
+        """A layer has been planned, or planned again by a reload."""
+        with experts.owner.model.lock:
+            self.layers[layer] = experts
+            for route in experts.routes.values():
+                self.need = max(self.need, route.plan.workspace_bytes)
+                if (route.backend.name, route.plan) not in self.warmed:
+                    self.ready = False
+
+    def arena(self, owner: Owner) -> torch.Tensor:
+        """[at least `need`] u8 of this lane, microbatch and stream; the first call warms everything.
+
+        Raises:
+            RuntimeError: the first call came too late.
+        """
+        if not self.ready:
+            self._warm(owner)
+        return self._arena(owner)
+
+    def _arena(self, owner: Owner) -> torch.Tensor:
+        return scratch(owner, ("experts", self.need), lambda: aligned(self.need, owner.device))
+
+    def _warm(self, owner: Owner) -> None:
+        with owner.model.lock:
+            if self.ready:
+                return  # another thread has been here
+            if owner.device.startswith("cuda") and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"EXL3 experts ({owner.role}) first run inside a CUDA graph capture; want a run before"
+                )
+            reserve(owner, ("experts", self.need), lambda: aligned(self.need, owner.device))
+            arena = self._arena(owner)
+            lines: dict[tuple[str, str], Line] = defaultdict(Line)
+            for layer, experts in list(self.layers.items()):
+                for window in experts.windows.all:
+                    route = experts.routes[window.name]
+                    line = lines[window.name, route.backend.name]
+                    line.add(experts, route, window.name)
+                    if (route.backend.name, route.plan) not in self.warmed:
+                        with line.measured(owner.device):
+                            line.kernels += route.backend.warm(route.plan, route.prepared(layer._parameters), arena)
+                        self.warmed.add((route.backend.name, route.plan))
+            for (window_name, provider), line in sorted(lines.items(), key=lambda item: WINDOWS.index(item[0][0])):
+                logger.info(
+                    "EXL3 experts of the %s, %s: %s, %s", owner.role, window_name, provider, line.text(self.need)
+                )
+            self.ready = True
+
+
+class Line:
+    """What the log says of one window and provider."""
+
+    def __init__(self) -> None:
+        self.layers = self.kernels = self.bytes = self.held = 0
+        self.seconds = 0.0
+        self.ranges: set[str] = set()
+        self.refusals: dict[str, None] = {}
+
+    def add(self, experts: Experts, route: Route, window: str) -> None:
+        """Count a layer."""
+        self.layers += 1
+        self.bytes = max(self.bytes, route.plan.workspace_bytes)
+        self.ranges.add(experts.windows.describe(window))
+        self.refusals.update(dict.fromkeys(route.refusals))
+
+    @contextmanager
+    def measured(self, device: str) -> Iterator[None]:
+        """Add the seconds, and the bytes of the device, that warming takes."""
+        began, free = time.monotonic(), free_bytes(device)
+        yield
+        self.seconds += time.monotonic() - began
+        self.held += free - free_bytes(device)
+
+    def text(self, need: int) -> str:
+        """In words."""
+        memory = f"works in {self.bytes / MIB:.1f} of the arena's {need / MIB:.1f} MiB"
+        warmed = f"{self.kernels} specialisations loaded in {self.seconds:.1f} s, {self.held / MIB:.1f} MiB"
+        parts = [f"{self.layers} layers", ", ".join(sorted(self.ranges)), memory, warmed]
+        return "; ".join(parts + [f"not {why}" for why in self.refusals])
+
+
+def free_bytes(device: str) -> int:
+    """Of a GPU; 0 where nobody counts."""
+    return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else 0
+
+
+def aligned(size: int, device: str) -> torch.Tensor:
+    """[size] u8 at a multiple of ALIGNMENT."""
+    memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=device)
+    first = -memory.data_ptr() % ALIGNMENT
+    return memory[first : first + size]
