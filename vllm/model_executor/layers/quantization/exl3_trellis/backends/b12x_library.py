@@ -95,7 +95,7 @@ def fitting_block(query: MoeQuery, device: Device, wanted: int, tiles: Tiles, re
         device: the card.
         wanted: rows a block.
         tiles: of the kernel.
-        reserve: bytes of shared memory that it leaves alone.
+        reserve: bytes of shared memory that it leaves alone, beyond the library's estimate of what it takes.
 
     Raises:
         ValueError: the wanted block is none that the kernels know.

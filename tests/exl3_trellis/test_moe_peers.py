@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The providers of routed experts that come from libraries, as far as it shows without a card.
+
+What needs b12x itself, from where it places buffers to what it calls its arguments, is skipped where that package is
+not installed; the CUDA requirements bring it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.gpu.moe_cases import error, mixed, modules, query, routing, truth
+from vllm.model_executor.layers.quantization.exl3_trellis.backends import (
+    b12x,
+    b12x_library,
+    b12x_mixed,
+    b12x_uniform,
+    exllamav3_moe,
+)
+from vllm.model_executor.layers.quantization.exl3_trellis.expert_check import few_experts, random_experts, reference
+from vllm.model_executor.layers.quantization.exl3_trellis.layout import trellis_shape
+from vllm.model_executor.layers.quantization.exl3_trellis.plan import Activation, Bank, Device, Window
+
+CPU = torch.device("cpu")
+H200 = Device(kind="cuda", sm=90, sms=132, smem=232_448)
+RTX = Device(kind="cuda", sm=120, sms=188, smem=101_376)
+DECODE, PREFILL = Window(name="decode", rows=32, block=8), Window(name="prefill", rows=4096, block=64)
+GLM = {"k": 6144, "width": 512, "top_k": 8}
+UNIFORM, MIXED = query([3] * 256, **GLM), query(mixed(3, 4, 148, 108), **GLM)
+SMALL = {
+    "uniform": query([3] * 4, 256, 256, 2),
+    "mixed": query([3, 4, 4, 3], 256, 256, 2),
+    "shared": query([4, 3, 3, 3], 256, 256, 2, shared_h=True),
+    "sliced": query([4, 3, 3, 3], 256, 128, 2, slices=2),
+}
+needs_b12x = pytest.mark.skipif(importlib.util.find_spec("b12x") is None, reason="b12x is not installed")
+
+
+def bank(rates, codebook: str = "mcg") -> Bank:
+    return Bank(rates=tuple(map(float, rates)), codebooks=(codebook,) * len(rates))
+
+
+def limited(limit: float | None) -> Activation:
+    return Activation(name="silu", limit=limit)
+
+
+# provider, layer, card, what the refusal says
+REFUSALS = [
+    (b12x, UNIFORM, Device(kind="cpu"), "runs on CUDA, not on cpu"),
+    (b12x, UNIFORM, replace(H200, sm=80), "measured on SM90, SM120, SM121; this card is SM80"),
+    (b12x, UNIFORM, replace(H200, sm=100), "measured on SM90, SM120, SM121; this card is SM100"),
+    (b12x, query([3] * 4, 256, 256, 2, codebook="mul1"), H200, "codebook mul1, want mcg"),
+    (b12x, query([2] * 4, 256, 256, 2), H200, "rates 2, want each one of 3, 4, 5, 6"),
+    (b12x, query([7] * 4, 256, 256, 2), H200, "rates 7, want each one of 3, 4, 5, 6"),
+    (b12x, replace(SMALL["uniform"], w2=bank([4] * 4)), H200, "an expert's gate, up and down must have the same rate"),
+    (b12x, replace(SMALL["uniform"], w3=None), H200, "an expert's gate, up and down must have the same rate"),
+    (b12x, query([3, 4, 5, 3], 256, 256, 2), H200, "3 rates in one layer, want at most 2"),
+    (b12x, query(mixed(3, 4, 257, 3), 256, 256, 2), H200, "257 experts of one rate among others, want at most 256"),
+    (b12x, query([3] * 4, 384, 256, 2), H200, "sizes 384 x 256, want multiples of 256"),
+    (b12x, query([3] * 4, 256, 128, 2), H200, "sizes 256 x 128, want multiples of 256"),
+    (b12x, query([3] * 4, 256, 256, 2, slices=2), H200, "2 slices an expert, want 1"),
+    (b12x, replace(SMALL["uniform"], hidden=200), H200, "sizes 200 x 256 padded to 256 x 256, want no padding"),
+    (b12x, replace(SMALL["uniform"], intermediate=250), H200, "sizes 256 x 250 padded to 256 x 256, want no padding"),
+    (b12x, replace(UNIFORM, activation=Activation(name="gelu")), H200, "activation gelu, limit None, want silu"),
+    (b12x, replace(UNIFORM, activation=limited(7.0)), H200, "activation silu, limit 7.0, want silu without a limit"),
+    (b12x, replace(UNIFORM, weight_on_input=True), H200, "weights on the input, want them on the output"),
+    (b12x, replace(UNIFORM, io_dtype="float32"), H200, "activations are float32, want one of bfloat16, float16"),
+    (exllamav3_moe, UNIFORM, Device(kind="cpu"), "runs on CUDA, not on cpu"),
+    (exllamav3_moe, UNIFORM, replace(H200, sm=75), "needs SM80 or newer, this card is SM75"),
+    (exllamav3_moe, query([3] * 4, 256, 128, 2, codebook="3inst"), H200, "codebook 3inst, want mcg or mul1"),
+    (
+        exllamav3_moe,
+        replace(SMALL["uniform"], w2=bank([3] * 4, "mul1")),
+        H200,
+        "an expert has the codebooks mcg and mul1, want one",
+    ),
+    (exllamav3_moe, replace(SMALL["uniform"], intermediate=250), H200, "250 channels in the middle, padded to 256"),
+    (exllamav3_moe, replace(UNIFORM, activation=limited(7.0)), H200, "activation silu, limit 7.0, want silu without"),
+    (exllamav3_moe, replace(UNIFORM, weight_on_input=True), H200, "weights on the input, want them on the output"),
+]
+
+
+@pytest.mark.parametrize(("provider", "layer", "device", "why"), REFUSALS)
+def test_refusals(provider, layer, device, why):
+    ok, found = provider.can_run(layer, device)
+    assert not ok
+    assert found.startswith(why)
+
+
+def test_a_library_that_is_missing_is_the_last_reason(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for module, why in (
+        (b12x_library, "the package b12x is not installed"),
+        (exllamav3_moe, "the module exllamav3_ext is not installed"),
+    ):
+        module.missing.cache_clear()
+        try:
+            assert module.missing() == why
+        finally:
+            module.missing.cache_clear()
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_two_references_agree(name):
+    """The one of start-up checks, and the float64 truth of tests and bench."""
+    layer = SMALL[name]
+    weights = random_experts(layer, CPU)
+    x = torch.randn(5, layer.hidden)
+    routes, ids = routing("zipf", 5, layer.experts, layer.top_k, CPU)
+    ids[1, 0] = -1
+    expected = truth(layer, weights, x, routes, ids)
+    assert error(reference(layer, weights, x, routes, ids), expected) < 1e-5
+    assert expected.std() == pytest.approx(1.0, rel=0.3)  # the scales keep the size of activations
+
+
+@pytest.mark.parametrize(("name", "rows"), [("balanced", 64), ("zipf", 64), ("one_hot", 9)])
+def test_routings(name, rows):
+    weights, ids = routing(name, rows, 16, 4, CPU)
+    counts = ids.long().flatten().bincount(minlength=16)
+    assert torch.allclose(weights.sum(1), torch.ones(rows))
+    assert all(len(set(row)) == 4 for row in ids.tolist())
+    if name == "balanced":
+        assert counts.tolist() == [16] * 16
+    if name == "zipf":
+        assert counts.max() > 2 * counts.float().mean()
+    if name == "one_hot":
+        assert counts.tolist() == [9] * 4 + [0] * 12
+
+
+def test_few_experts_show_every_kind():
+    few = few_experts(MIXED)
+    assert few.w1.rates == (3.0, 4.0) * 4
+    assert few_experts(replace(UNIFORM, top_k=11)).experts == 11
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_exllamav3_finds_every_tensor_of_every_expert(name):
+    """The bytes at the places that its kernel would be told are those of the expert."""
+    layer = SMALL[name]
+    weights = random_experts(layer, CPU)
+    prepared = exllamav3_moe.prepare(layer, weights)
+    for index, part in enumerate(weights):
+        for expert, found in modules(layer, part, range(layer.experts)):
+            for place, shard in zip(prepared["places"], ("w1", "w3", "w2"), strict=True):
+                k, n = layer.sizes(shard)
+                matrix = "w2" if shard == "w2" else "w13"
+                rate = layer.banks[shard].rates[expert]
+                for row, kind, shape in ((0, "trellis", trellis_shape(k, n, rate)), (1, "suh", (k,)), (2, "svh", (n,))):
+                    held = prepared[f"slice{index}_{matrix}_{kind}"].flatten()
+                    start = int(place[row, expert]) // 2
+                    tensor = held[start : start + torch.Size(shape).numel()].view(shape)
+                    if kind == "trellis":
+                        want = exllamav3_moe_decode(tensor)
+                        assert torch.equal(want, found[shard][0])
+                    else:
+                        assert torch.equal(tensor.double(), found[shard][row])
+
+
+def exllamav3_moe_decode(tensor: torch.Tensor) -> torch.Tensor:
+    from vllm.model_executor.layers.quantization.exl3_trellis.reference import decode_rotated
+
+    return decode_rotated(tensor, "mcg").double()
+
+
+def test_exllamav3_takes_one_tier_at_a_time():
+    prepared = exllamav3_moe.prepare(SMALL["mixed"], random_experts(SMALL["mixed"], CPU))
+    assert prepared["tiers"].tolist() == [[0, 4, 4, 3], [4, 1, 2, 4]]
+
+
+def test_exllamav3_works_in_chunks():
+    plan = exllamav3_moe.plan(UNIFORM, H200, Window(name="parity", rows=4096, block=128))
+    assert (plan.chunk, plan.groups) == (128, 16)
+    rows = 128 * (6144 * 2 + 6144 * 4) + 16 * 128 * 2 * 2 * (6144 + 512)
+    assert plan.workspace_bytes == rows
+    assert exllamav3_moe.plan(UNIFORM, H200, Window(name="parity", rows=7, block=128)).chunk == 7
+
+
+@pytest.mark.parametrize("name", ("uniform", "mixed", "shared"))
+def test_b12x_prepares_views_in_the_order_of_tiers(name):
+    layer = SMALL[name]
+    (part,) = random_experts(layer, CPU)
+    prepared = b12x.prepare(layer, (part,))
+    order = sorted(range(4), key=lambda expert: (layer.w1.rates[expert], expert))
+    assert prepared["w13"].data_ptr() == part.w13_trellis.data_ptr()
+    assert prepared["w2"].data_ptr() == part.w2_trellis.data_ptr()
+    for place, expert in enumerate(order):
+        middle = torch.cat((*part.w13_svh[expert], part.w2_suh[expert]))
+        assert torch.equal(prepared["middle"][place], middle)
+        if not layer.shared_h:
+            assert torch.equal(prepared["suh"][:, place], part.w13_suh[expert])
+            assert torch.equal(prepared["svh"][place], part.w2_svh[expert])
+    if layer.shared_h:
+        assert torch.equal(prepared["suh"][:, 0], part.w13_suh)
+        assert torch.equal(prepared["svh"][0], part.w2_svh)
+    assert all(tensor.is_contiguous() for tensor in prepared.values())
+    assert ("tiers" in prepared) == (len(layer.rates) > 1)
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """132 multiprocessors, where the library asks the driver for them."""
+    from b12x._lib import utils
+
+    monkeypatch.setitem(utils._num_sm_cache, 0, 132)
+
+
+@needs_b12x
+def test_the_installed_b12x_is_the_pinned_one():
+    assert b12x_library.missing() == ""
+    assert b12x.can_run(UNIFORM, H200) == (True, "")
+    assert b12x.can_run(MIXED, RTX) == (True, "")
+
+
+@needs_b12x
+def test_another_version_or_interface_is_refused(monkeypatch):
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(importlib.metadata, "version", lambda name: "1.6.0")
+            b12x_library.missing.cache_clear()
+            assert b12x_library.missing() == "b12x 1.6.0 is installed, want 1.5.1"
+        host = b12x_library.USED[f"{b12x_library.W4A16}.host"]
+        monkeypatch.setitem(host, "max_packed_route_slots", ("numel", "rows"))
+        b12x_library.missing.cache_clear()
+        assert b12x_library.missing() == "b12x.moe._shared.kernels.w4a16.host.max_packed_route_slots lacks rows"
+        monkeypatch.setitem(host, "max_packed_route_slots", ("numel",))
+        monkeypatch.setitem(host, "gone", ("numel",))
+        b12x_library.missing.cache_clear()
+        assert b12x_library.missing() == "b12x.moe._shared.kernels.w4a16.host.gone lacks numel"
+    finally:
+        b12x_library.missing.cache_clear()
+
+
+# layer, window, MiB to one decimal; the uniform ones were seen on the card itself
+SIZES = [(UNIFORM, DECODE, 26.5), (UNIFORM, PREFILL, 1348.6), (MIXED, DECODE, 24.0), (MIXED, PREFILL, 1026.2)]
+
+
+@needs_b12x
+@pytest.mark.usefixtures("card")
+@pytest.mark.parametrize(("layer", "window", "mib"), SIZES)
+def test_sizes(layer, window, mib):
+    plan = b12x.plan(layer, H200, window)
+    assert round(plan.workspace_bytes / 2**20, 1) == mib
+    assert plan.block == window.block
+    assert hash(plan) == hash(b12x.plan(layer, H200, window))
+
+
+@needs_b12x
+@pytest.mark.usefixtures("card")
+@pytest.mark.parametrize("rows, block", [(1, 8), (32, 8), (33, 16), (4096, 64)])
+def test_mixed_buffers_are_those_that_the_library_would_make(rows, block):
+    """Name by name; the one of barriers is as large as any of its kernels may need."""
+    from b12x.moe._shared.kernels.w4a16 import mixed_trellis
+
+    layer = replace(MIXED, k=512, hidden=512)
+    ours = b12x_mixed.buffers(layer, 132, rows, block)
+    launch = SimpleNamespace(
+        size_m=rows,
+        top_k=layer.top_k,
+        moe_block_size=block,
+        intermediate_size=layer.width,
+        hidden_size=layer.k,
+        max_m_blocks=ours["block_expert_ids"][0][0],
+        blocks_per_sm=4,
+        topk_sum=SimpleNamespace(route_num_experts=layer.experts),
+    )
+    theirs = vars(mixed_trellis.make_mixed_trellis_buffers(launch, device=CPU, sms=132))
+    assert theirs.pop("fc2") is theirs["rotation_gate"]
+    assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in theirs.items()} == ours
+
+
+@needs_b12x
+def test_mixed_maps_are_those_of_the_library():
+    from b12x.moe._shared.kernels.w4a16.mixed_trellis import build_tiered_maps
+
+    prepared = b12x.prepare(SMALL["mixed"], random_experts(SMALL["mixed"], CPU))
+    tiers, descriptors = build_tiered_maps((0, 3), (1, 2), device=CPU)
+    assert torch.equal(prepared["tiers"], tiers)
+    assert torch.equal(prepared["descriptors"], descriptors)
+
+
+@needs_b12x
+def test_tiers_pass_the_checks_of_the_library():
+    from b12x.moe._shared.kernels.w4a16 import mixed_trellis
+
+    layer = SMALL["mixed"]
+    prepared = b12x.prepare(layer, random_experts(layer, CPU))
+    for tier, bits in zip(b12x_mixed._tiers(layer, prepared, (2, 2)), (3, 4), strict=True):
+        mixed_trellis._validate_mixed_trellis_tier_storage(
+            name="tier",
+            tier=tier,
+            expected_experts=2,
+            bits=bits,
+            hidden_size=layer.k,
+            intermediate_size=layer.width,
+            device=CPU,
+        )
+
+
+@needs_b12x
+@pytest.mark.usefixtures("card")
+def test_weights_are_handed_over_as_views():
+    layer = SMALL["uniform"]
+    prepared = b12x.prepare(layer, random_experts(layer, CPU))
+    experts = b12x_uniform._experts(layer, b12x_uniform._weight_plan(layer), prepared)
+    assert experts.w1_fp4.data_ptr() == prepared["w13"].data_ptr()
+    assert experts.representation_for("w4a16").down_svh is prepared["svh"]
+
+
+# card, rates, wanted block, block that fits
+BLOCKS = [(H200, (3,), 64, 64), (RTX, (3,), 64, 64), (RTX, (3, 4), 64, 64), (RTX, (3, 5), 64, 48), (RTX, (6,), 8, 8)]
+
+
+@needs_b12x
+@pytest.mark.parametrize(("device", "rates", "wanted", "fits"), BLOCKS)
+def test_blocks_shrink_until_they_fit(device, rates, wanted, fits):
+    layer = query([*rates] * 4, 256, 256, 2)
+    kind = b12x_uniform if len(rates) == 1 else b12x_mixed
+    assert b12x_library.fitting_block(layer, device, wanted, kind.TILES, kind.SHARED_RESERVE) == fits
+
+
+@needs_b12x
+def test_an_unknown_block_is_refused():
+    with pytest.raises(ValueError, match="b12x: blocks of 24 rows, want one of 8, 16, 32, 48, 64"):
+        b12x_library.fitting_block(UNIFORM, H200, 24, b12x_uniform.TILES, 0)
+
+
+@needs_b12x
+def test_buckets_reach_the_odd_and_the_even():
+    assert b12x_library.row_buckets(9) == (1, 2, 3, 4, 5, 8, 9)
