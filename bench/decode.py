@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode speed of a whole engine on one GPU: EXL3 by our kernels, by exllamav3's, and the same model in bf16.
 
-Each variant runs in a process of its own, one after the other, with graphs on (exllamav3's kernels cannot be captured,
-so theirs is eager).  The bf16 peer has the model's shapes and made-up weights: speed does not depend on their values.
+Each variant runs in a process of its own with graphs on (exllamav3's kernels cannot be captured, so theirs is eager).
+They start together, for starting is the processor's work, and are measured one after the other once all are ready.
+The bf16 peer has the model's shapes and made-up weights: speed does not depend on their values.
 Prints tokens a second and the ratios; writes results/decode-<card>-<model>.json beside this file.
 """
 
@@ -12,17 +13,19 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-MARK = "BENCH-DECODE "  # begins the line of a variant's process that holds its figures
+READY, FIGURES = "BENCH-DECODE-READY", "BENCH-DECODE-FIGURES "  # begin lines of a variant's process
+KV_BYTES = 4 << 30  # vLLM cannot measure what is free while others start beside it
 WARM_UPS = 2
 PROMPT = list(range(5, 37))  # token ids; what they mean does not matter
 
@@ -31,16 +34,35 @@ def main(argv: list[str]) -> int:
     """Measure every variant, print, write."""
     options = parse(argv)
     if options.variant:
-        print(MARK + json.dumps(measure(options)), flush=True)
+        figures = measure(options)
+        print(FIGURES + json.dumps(figures), flush=True)
         return 0
-    figures: dict[str, Any] = {}
-    for variant in options.variants:
-        with variant_of(options.model, variant) as (model, env):
-            figures[variant] = run_variant(options, variant, model, env)
-        said = figures[variant].get("tokens_per_second", figures[variant].get("error"))
-        print(f"{variant:10} {said}", flush=True)
+    figures = measure_all(options)
     report(options, figures)
     return 0 if "tokens_per_second" in figures.get("exl3", {}) else 1
+
+
+def measure_all(options: argparse.Namespace) -> dict[str, Any]:
+    """The figures of each variant, or the end of its log."""
+    figures: dict[str, Any] = {}
+    with ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        processes = {}
+        for variant in options.variants:
+            model, env = stack.enter_context(variant_of(options.model, variant))
+            processes[variant] = stack.enter_context(running(options, variant, model, env, logs / variant))
+        for variant, process in processes.items():
+            wait_for(process, logs / variant)
+        for variant, process in processes.items():
+            with suppress(BrokenPipeError):
+                process.communicate("go\n")
+            log = (logs / variant).read_text(errors="replace")
+            line = next((line for line in log.splitlines() if line.startswith(FIGURES)), None)
+            figures[variant] = json.loads(line.removeprefix(FIGURES)) if line else {"error": log[-1500:]}
+            print(
+                f"{variant:10} {figures[variant].get('tokens_per_second', figures[variant].get('error'))}", flush=True
+            )
+    return figures
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -71,18 +93,30 @@ def variant_of(model: Path, variant: str) -> Iterator[tuple[Path, dict[str, str]
         yield Path(folder), {}
 
 
-def run_variant(options: argparse.Namespace, variant: str, model: Path, env: dict[str, str]) -> dict[str, Any]:
-    """One engine in a process of its own; its figures, or the end of its log."""
+@contextmanager
+def running(
+    options: argparse.Namespace, variant: str, model: Path, env: dict[str, str], log: Path
+) -> Iterator[subprocess.Popen[str]]:
+    """The process of a variant, its output in `log`; ended when the context is left."""
     command = [sys.executable, "-m", "bench", "decode", str(model), "--variant", variant]
     command += ["--batches", ",".join(map(str, options.batches)), "--tokens", str(options.tokens)]
-    done = subprocess.run(
-        command, cwd=HERE.parent, env=os.environ | env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        check=False,
-    )
-    for line in done.stdout.splitlines():
-        if line.startswith(MARK):
-            return dict(json.loads(line.removeprefix(MARK)))
-    return {"error": done.stdout[-1500:]}
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, cwd=HERE.parent, env=os.environ | env, text=True, start_new_session=True,
+            stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):  # the engine's own processes go with it
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def wait_for(process: subprocess.Popen[str], log: Path) -> None:
+    """Until the engine is ready, or gone."""
+    while process.poll() is None and READY not in log.read_text(errors="replace"):
+        time.sleep(0.5)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -93,11 +127,21 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     began = time.perf_counter()
     llm = LLM(
-        str(options.model), dtype="bfloat16", max_model_len=1024, max_num_seqs=max(options.batches), seed=0,
-        gpu_memory_utilization=0.5, enable_prefix_caching=False, skip_tokenizer_init=True,
-        enforce_eager=options.variant == "exllamav3", load_format="dummy" if options.variant == "bf16" else "auto",
+        str(options.model),
+        dtype="bfloat16",
+        max_model_len=1024,
+        max_num_seqs=max(options.batches),
+        seed=0,
+        gpu_memory_utilization=0.05,
+        kv_cache_memory_bytes=KV_BYTES,
+        enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+        enforce_eager=options.variant == "exllamav3",
+        load_format="dummy" if options.variant == "bf16" else "auto",
     )
     start_seconds = time.perf_counter() - began
+    print(READY, flush=True)
+    sys.stdin.readline()
     speeds = {}
     for batch in options.batches:
         prompts: list[Any] = [{"prompt_token_ids": PROMPT} for _ in range(batch)]
@@ -115,7 +159,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "tokens_per_second": speeds,
         "start_seconds": round(start_seconds, 1),
-        "card": torch.cuda.get_device_name(),
+        "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__,
     }
 

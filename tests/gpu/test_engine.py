@@ -1,92 +1,91 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole engines on a card, graphs on: right answers, and the same ones after sleeping, waking and reloading.
+"""Dense models in whole engines on a card, graphs on: right answers, nothing loaded late, the same after sleeping.
 
 Needs vLLM composed with the overlay, which `make test-gpu` alone does not bring: skipped without it.
 """
 
 from __future__ import annotations
 
-import gc
-import sys
-from collections.abc import Callable, Iterator
+import json
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from tests.gpu import checkpoints
+from tests.gpu.life import Life, Plan, composed, live
+
 ROOT = Path(__file__).resolve().parents[2]
 SMOLLM2 = ROOT.parent / "shared" / "data" / "smollm2-135m-instruct-exl3-3.0bpw"
-IDS = [7, 3, 250, 11, 98, 402, 5, 5, 31, 77]
+REFERENCE = "exllamav3_reference.safetensors"
+WIDE_BY_CPU = ROOT / "tests" / "data" / "wide_dense.json"
 
-pytestmark = pytest.mark.skipif(
-    not any((Path(path) / "vllm" / "exl3_envs.py").is_file() and (Path(path) / "vllm" / "__init__.py").is_file()
-            for path in sys.path),
-    reason="vLLM with the overlay is not installed",
-)  # fmt: skip
+PROMPTS = [[7, 3, 250, 11, 98, 402, 5, 5, 31, 77], [9, 9, 1, 44], [500]]
+WATCH = ("watch", {"rows": [1, 2, 5, 8, 9], "prompt": 3000})
+SAY = ("say", {"prompts": PROMPTS})
+NAPS = [
+    ("sleep", {"level": 1}),
+    ("wake", {"reload": False}),
+    SAY,
+    ("sleep", {"level": 2}),
+    ("wake", {"reload": True}),
+    SAY,
+]
 
-
-@pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """engine(folder, **options) -> vllm.LLM in this process, shut down at the end."""
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    from vllm import LLM
-
-    started = []
-
-    def start(model: Path, **options: Any) -> Any:
-        defaults = {"dtype": "float16", "max_model_len": 1024, "gpu_memory_utilization": 0.3, "seed": 0}
-        started.append(LLM(str(model), **(defaults | options)))
-        return started[-1]
-
-    yield start
-    while started:
-        started.pop().llm_engine.engine_core.shutdown()
-        gc.collect()
-        torch.cuda.empty_cache()
+pytestmark = pytest.mark.skipif(not composed(), reason="vLLM with the overlay is not installed")
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    """A small dense checkpoint that mixes rates and has a head of its own."""
-    sys.path.insert(0, str(ROOT))
-    from validate.__main__ import main as validate
-
-    folder = tmp_path / "checkpoint"
-    options = "--hidden 512 --heads 8 --kv-heads 2 --head-dim 64 --intermediate 1024 --rates 2,3,4 --vocab 1024"
-    assert validate(["make-checkpoint", "dense", str(folder), *options.split()]) == 0
-    return folder
-
-
-def greedy(llm: Any, tokens: int = 24) -> list[int]:
-    from vllm import SamplingParams
-
-    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-    return list(llm.generate({"prompt_token_ids": IDS}, params, use_tqdm=False)[0].outputs[0].token_ids)
-
-
-def score(llm: Any, ids: list[int]) -> tuple[torch.Tensor, list[int]]:
-    """Log probability of each next token, and the likeliest one at each place."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1)
-    places = llm.generate({"prompt_token_ids": ids}, params, use_tqdm=False)[0].prompt_logprobs[1:]
-    following = torch.tensor([place[token].logprob for place, token in zip(places, ids[1:], strict=True)])
-    return following, [next(token for token, entry in place.items() if entry.rank == 1) for place in places]
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Life]:
+    """All engines of this file."""
+    folder = tmp_path_factory.mktemp("dense")
+    made = checkpoints.make(["small", "wide"], folder)
+    half = {"dtype": "float16"}
+    eager = half | {"enforce_eager": True}
+    small = {"graphs": (half, {}), "eager": (eager, {}), "torch": (eager, {"VLLM_EXL3_BACKEND": "torch"})}
+    plans = {
+        name: Plan(model=made["small"], steps=[SAY, ("score", {"texts": PROMPTS[:2]})], options=options, env=env)
+        for name, (options, env) in small.items()
+    }
+    texts = json.loads(WIDE_BY_CPU.read_text())["texts"]
+    plans["wide"] = Plan(
+        model=made["wide"],
+        steps=[SAY, WATCH, *NAPS, ("score", {"texts": texts}), ("facts", {})],
+        options={"enable_sleep_mode": True},
+    )
+    if SMOLLM2.is_dir():
+        steps = [SAY, WATCH, *NAPS, ("score", {"texts": reference_texts()}), ("facts", {})]
+        plans["real"] = Plan(model=SMOLLM2, steps=steps, options=half | {"enable_sleep_mode": True})
+    return live(plans, folder / "logs")
 
 
-def test_real_checkpoint_agrees_with_exllamav3(engine):
-    if not SMOLLM2.is_dir():
+def reference_texts() -> list[list[int]]:
+    """The texts that exllamav3 was asked about."""
+    from safetensors.torch import load_file
+
+    reference = load_file(SMOLLM2 / REFERENCE)
+    return [reference[f"ids{text}"].flatten().tolist() for text in range(3)]
+
+
+@pytest.fixture(params=["real", "wide"])
+def life(lives: dict[str, Life], request: pytest.FixtureRequest) -> Life:
+    """Of each large model in turn."""
+    if request.param not in lives:
+        pytest.skip("shared/data is not here")
+    return lives[request.param]
+
+
+def test_real_checkpoint_agrees_with_exllamav3(lives):
+    if "real" not in lives:
         pytest.skip("shared/data is not here")
     from safetensors.torch import load_file
 
-    reference = load_file(SMOLLM2 / "exllamav3_reference.safetensors")
-    llm = engine(SMOLLM2)
+    reference = load_file(SMOLLM2 / REFERENCE)
+    scored = lives["real"][-2]
     worst, equal, places = 0.0, 0, 0
-    for text in range(3):
-        ids = reference[f"ids{text}"].flatten().tolist()
-        logprobs, top = score(llm, ids)
-        worst = max(worst, (logprobs - reference[f"logprob_next{text}"]).abs().mean().item())
+    for text, (logprobs, top) in enumerate(zip(scored["logprobs"], scored["top"], strict=True)):
+        worst = max(worst, (torch.tensor(logprobs) - reference[f"logprob_next{text}"]).abs().mean().item())
         equal += int((torch.tensor(top) == reference[f"top1_{text}"][: len(top)]).sum())
         places += len(top)
     print(f"worst mean |Δ logprob| {worst:.4f}, top tokens equal {equal}/{places}")
@@ -94,32 +93,39 @@ def test_real_checkpoint_agrees_with_exllamav3(engine):
     assert equal >= 0.98 * places
 
 
-def test_graphs_change_nothing(engine, checkpoint):
-    with_graphs = greedy(engine(checkpoint))
-    assert with_graphs == greedy(engine(checkpoint, enforce_eager=True))
+def flat(lists: list[list]) -> list:
+    """One list of all their entries."""
+    return list(chain.from_iterable(lists))
 
 
-def test_native_agrees_with_the_torch_provider(engine, checkpoint, monkeypatch):
-    ours = score(engine(checkpoint), IDS)[0]
-    monkeypatch.setenv("VLLM_EXL3_BACKEND", "torch")
-    theirs = score(engine(checkpoint, enforce_eager=True), IDS)[0]
+def test_wide_model_says_what_the_cpu_says(lives):
+    expected, scored = json.loads(WIDE_BY_CPU.read_text()), lives["wide"][-2]
+    ours, theirs = (torch.tensor(flat(each["logprobs"])) for each in (scored, expected))
+    error = (ours - theirs).abs().mean().item()
+    tops = list(zip(flat(scored["top"]), flat(expected["top"]), strict=True))
+    equal = sum(one == other for one, other in tops)
+    print(f"mean |Δ logprob| {error:.4f}, top tokens equal {equal}/{len(tops)}")
+    assert error <= 0.05
+    assert equal >= 0.95 * len(tops)
+
+
+def test_graphs_change_nothing(lives):
+    assert lives["graphs"][0]["said"] == lives["eager"][0]["said"]
+
+
+def test_native_agrees_with_the_torch_provider(lives):
+    ours, theirs = (torch.tensor(flat(lives[name][1]["logprobs"])) for name in ("graphs", "torch"))
     torch.testing.assert_close(ours, theirs, atol=0.02, rtol=0)
 
 
-@pytest.mark.parametrize("level", [1, 2])
-def test_sleep_wake_and_reload_keep_the_answers(engine, checkpoint, level):
-    llm = engine(checkpoint, enable_sleep_mode=True)
-    before = greedy(llm)
-    free = torch.cuda.mem_get_info()[0]
-    llm.sleep(level=level)
-    assert torch.cuda.mem_get_info()[0] > free
-    llm.wake_up()
-    if level == 2:
-        llm.collective_rpc("reload_weights")
-    llm.reset_prefix_cache()
-    assert greedy(llm) == before
+def test_nothing_is_compiled_or_loaded_once_ready(life):
+    assert life[1]["seen"] == []
+    assert "during inference" not in life.after_ready  # so vLLM reports what is compiled late
 
 
-def test_two_engines_one_after_the_other(engine, checkpoint):
-    first = greedy(engine(checkpoint))
-    assert greedy(engine(checkpoint)) == first
+def test_sleeping_frees_memory_and_keeps_the_answers(life):
+    for nap in (2, 5):
+        held = sum(life[nap]["pools"].values())
+        print(f"sleeping freed {life[nap]['freed'] >> 20} MiB of {held >> 20}")
+        assert life[nap]["freed"] >= 0.9 * held
+        assert life[nap + 2]["said"] == life[0]["said"]
