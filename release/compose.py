@@ -7,7 +7,7 @@ Knows nothing of the lock: it turns a checkout into a `Composition`, whose name,
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from release import archive, stack, upstream
@@ -57,7 +57,7 @@ def compose(
     pins = read_pins(root)
     if target not in pins.wheels:
         raise ReleaseError(f"release/pins.toml: no [upstream.{target}], so there is no {target} fork of this version")
-    wheel = pins.wheels[target]
+    wheel = replace(pins.wheels[target], glibc=_glibc(extension or b""))
     series = stack.read_stack(root, pins, draft=draft)
     source = upstream.obtain(root, pins, target)
     with WheelReader(source) as reader:
@@ -104,6 +104,11 @@ def write_file(composition: Composition, folder: Path) -> Path:
     with written_whole(path) as stream:
         write(composition, stream)
     return path
+
+
+def _glibc(library: bytes) -> int:
+    """34 for a library whose newest symbols are those of glibc 2.34; by the version names that an ELF file holds."""
+    return max((int(minor) for minor in re.findall(rb"\0GLIBC_2\.(\d+)(?=[.\0])", library)), default=0)
 
 
 def _is_metadata(reader: WheelReader, path: str) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,11 +26,13 @@ class UpstreamWheel:
     size: int  # bytes
     version: str  # of the composed wheel
     drop_requirements: tuple[str, ...]
+    glibc: int = 0  # what the composed wheel's own library needs: 34 is glibc 2.34
 
     @property
     def tag(self) -> str:
         """Python, ABI and platform tags, as in the file name: `cp38-abi3-manylinux_2_28_x86_64`."""
-        return "-".join(self.file.removesuffix(".whl").split("-")[2:])
+        tag = "-".join(self.file.removesuffix(".whl").split("-")[2:])
+        return re.sub(r"(?<=manylinux_2_)\d+", lambda found: str(max(self.glibc, int(found[0]))), tag)
 
     @property
     def composed_file(self) -> str:

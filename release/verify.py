@@ -49,16 +49,17 @@ def verify(root: Path, wheels: Sequence[Path] | None) -> Iterator[str]:
 def _check_wheel(root: Path, wheel: Path, compositions: Mapping[str, Composition]) -> str:
     """A wheel must be, byte for byte, what composing gives; one with an extension, composing with that extension."""
     named = {composition.wheel.composed_file: composition for composition in compositions.values()}
-    if wheel.name not in named:
-        raise ReleaseError(f"{wheel}: no wheel of this lock, want {' or '.join(sorted(named))}")
-    wanted = named[wheel.name]
-    what = "as locked"
+    wanted, what = named.get(wheel.name), "as locked"
     found = sha256_of_file(wheel)
-    want = manifest.wheel_sha256(wanted)
-    if found != want and (extension := _extension_in(wheel)) is not None:
-        wanted = compose.compose(root, wanted.wheel.target, extension=extension)
-        want, what = manifest.wheel_sha256(wanted), "as locked, with a compiled extension"
-    if found != want:
+    if wanted is None or found != manifest.wheel_sha256(wanted):
+        extension = _extension_in(wheel) if wheel.name.startswith("vllm-") else None
+        if extension is not None:  # whose name says which glibc it needs
+            with_it = compose.compose(root, "cuda", extension=extension)
+            named |= {with_it.wheel.composed_file: with_it}
+            wanted, what = named.get(wheel.name), "as locked, with a compiled extension"
+    if wanted is None:
+        raise ReleaseError(f"{wheel}: no wheel of this lock, want {' or '.join(sorted(named))}")
+    if found != (want := manifest.wheel_sha256(wanted)):
         raise ReleaseError(f"{wheel}: sha256 {found}, composing gives {want}")
     return what
 

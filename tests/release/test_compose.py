@@ -134,6 +134,28 @@ def test_extension_goes_into_the_cuda_wheel(checkout: Path) -> None:
         assert wheel.read(EXTENSION) == b"\x7fELF"
 
 
+GLIBC = {
+    "none": (b"", 28),  # as upstream's
+    "older": (b"\0GLIBC_2.2.5\0GLIBC_2.17\0", 28),
+    "newer": (b"\0GLIBC_2.34\0GLIBC_2.2.5\0", 34),
+    "none of the C library": (b"\0GLIBCXX_2.40\0xGLIBC_2.40\0", 28),
+}
+
+
+@pytest.mark.parametrize("case", GLIBC)
+def test_the_wheel_s_name_says_which_glibc_its_extension_needs(checkout: Path, case: str) -> None:
+    """pip refuses it where that is not there, and whoever imports it need not find out."""
+    names, minor = GLIBC[case]
+    library = checkout / "built.so"
+    library.write_bytes(b"\x7fELF" + names)
+    compose("cuda", checkout / "dist", "--extension", str(library))
+    [path] = (checkout / "dist").iterdir()
+    assert path.name == f"vllm-0.32.0+exl3.1-cp38-abi3-manylinux_2_{minor}_x86_64.whl"
+    with zipfile.ZipFile(path) as wheel:
+        [record] = [name for name in wheel.namelist() if name.endswith(".dist-info/WHEEL")]
+        assert f"Tag: cp38-abi3-manylinux_2_{minor}_x86_64" in wheel.read(record).decode().splitlines()
+
+
 def test_extension_for_the_cpu_is_refused(checkout: Path, refused: Refusal) -> None:
     (checkout / "built.so").write_bytes(b"\x7fELF")
     found = refused(*COMPOSE, "--extension", "built.so")

@@ -109,13 +109,15 @@ def test_verify_refuses_other_wheels(built: Path, refused: Refusal) -> None:
 
 def test_verify_passes_on_what_was_built(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
     library = built / "built.so"
-    library.write_bytes(b"\x7fELF")
-    assert main(["compose", "--target", "cuda", "--extension", str(library)]) == 0
+    for needs in (b"", b"\0GLIBC_2.2.5\0GLIBC_2.34\0"):
+        library.write_bytes(b"\x7fELF" + needs)
+        assert main(["compose", "--target", "cuda", "--extension", str(library)]) == 0
     capsys.readouterr()
     assert main(["verify"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "manifest.lock and NOTICE regenerate byte for byte",
         "vllm-0.32.0+exl3.1-cp38-abi3-manylinux_2_28_x86_64.whl: as locked, with a compiled extension",
+        "vllm-0.32.0+exl3.1-cp38-abi3-manylinux_2_34_x86_64.whl: as locked, with a compiled extension",
         "vllm-0.32.0+exl3.1.cpu-cp38-abi3-manylinux_2_28_x86_64.whl: as locked",
     ]
 
