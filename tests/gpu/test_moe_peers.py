@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gpu.moe_cases import error, mixed, query, routing, truth
+from bench.moe_layers import error, mixed, query, routing, truth
 from vllm.model_executor.layers.quantization.exl3_trellis.backends import b12x, exllamav3_moe
 from vllm.model_executor.layers.quantization.exl3_trellis.expert_check import random_experts
 from vllm.model_executor.layers.quantization.exl3_trellis.plan import Device, MoeQuery, Window

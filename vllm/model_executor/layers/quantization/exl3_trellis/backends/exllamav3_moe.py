@@ -14,7 +14,7 @@ import importlib
 import importlib.util
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -198,51 +198,75 @@ def _chunk(
     y: torch.Tensor,
 ) -> None:
     query, m = plan.query, x.shape[0]
-    views, start = {}, 0
-    for key, (shape, dtype) in _layout(query, plan.chunk, plan.groups).items():
-        views[key] = arena[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-        start += _bytes(shape, dtype)
-    a, total = views["x"][:m], views["sum"][:m].zero_()
+    buffers = views(plan, arena)
+    a, total = buffers["x"][:m], buffers["sum"][:m].zero_()
     a[:, : query.hidden].copy_(x)
     a[:, query.hidden :].zero_()
-    temps = [views[key] for key in ("gate_in", "up_in", "gate_out", "up_out")]
-    known = ids.clamp(0).flatten()
-    nobody = (ids < 0).flatten()
-    for row, ((rates, books), _) in enumerate(_tiers(query)):
-        keys = prepared["tiers"][row][known].masked_fill(nobody, query.experts)
-        order = keys.argsort(stable=True)
-        routes = (
-            torch.bincount(keys, minlength=query.experts + 1),
-            order // query.top_k,
-            topk_weights.flatten()[order].half(),
-        )
+    for route, rates, book in routes(query, prepared, topk_weights, ids):
         for index in range(query.slices):
-            _launch(query, prepared, index, a, total, routes, temps, rates, books[0])
+            launch(query, prepared, index, a, total, route, buffers, rates, book)
     y.copy_(total[:, : query.hidden])
 
 
-def _launch(
+def views(plan: ParityMoePlan, arena: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The buffers of a chunk inside the arena."""
+    found, start = {}, 0
+    for key, (shape, dtype) in _layout(plan.query, plan.chunk, plan.groups).items():
+        found[key] = arena[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        start += _bytes(shape, dtype)
+    return found
+
+
+Routes = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def routes(
+    query: MoeQuery, prepared: Mapping[str, torch.Tensor], topk_weights: torch.Tensor, ids: torch.Tensor
+) -> Iterator[tuple[Routes, tuple[float, ...], str]]:
+    """For each tier: its experts' routes, rates of gate, up and down, and codebook.
+
+    The routes are counts [experts + 1] i64, rows [m * top_k] i64 and weights [m * top_k] f16, both by expert; what is
+    not this tier's comes last, and is counted last.
+    """
+    known, nobody = ids.clamp(0).flatten(), (ids < 0).flatten()
+    for row, ((rates, books), _) in enumerate(_tiers(query)):
+        keys = prepared["tiers"][row][known].masked_fill(nobody, query.experts)
+        order = keys.argsort(stable=True)
+        experts = torch.arange(query.experts + 1, device=keys.device)
+        ends = torch.searchsorted(keys[order], experts, right=True)
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        yield (counts, order // query.top_k, topk_weights.flatten()[order].half()), rates, books[0]
+
+
+def addresses(prepared: Mapping[str, torch.Tensor], index: int) -> list[torch.Tensor]:
+    """Nine tables of [experts] i64: trellis, suh and svh of gate, up and down.  Made anew: sleeping moves the slabs."""
+    found = []
+    for place, shard in zip(prepared["places"], ("w1", "w3", "w2"), strict=True):
+        for offsets, kind in zip(place, ("trellis", *SIDES), strict=True):
+            found.append(offsets + prepared[f"slice{index}_{MATRIX[shard]}_{kind}"].data_ptr())
+    return found
+
+
+def launch(
     query: MoeQuery,
     prepared: Mapping[str, torch.Tensor],
     index: int,
     a: torch.Tensor,
     total: torch.Tensor,
-    routes: tuple[torch.Tensor, ...],
-    temps: list[torch.Tensor],
+    route: Routes,
+    buffers: Mapping[str, torch.Tensor],
     rates: tuple[float, ...],
     book: str,
 ) -> None:
-    """Add one slice of one tier's experts.  Addresses are made here: sleeping moves the slabs."""
+    """Add one slice of one tier's experts to total [m, k] f32, from a [m, k] f16."""
     import exllamav3_ext
 
-    addresses = []
-    for place, shard in zip(prepared["places"], ("w1", "w3", "w2"), strict=True):
-        for offsets, kind in zip(place, ("trellis", *SIDES), strict=True):
-            addresses.append(offsets + prepared[f"slice{index}_{MATRIX[shard]}_{kind}"].data_ptr())
+    temps = [buffers[key] for key in ("gate_in", "up_in", "gate_out", "up_out")]
+    tables = addresses(prepared, index)
     flags: list[Any] = [book == "mcg", book == "mul1"] * 3
     no_limit, all_active, no_scratch, counts = 0.0, -1, (None, None), (1, a.shape[0], 16)  # rows: fewest, most, a tile
     rest = (*flags, no_limit, all_active, *no_scratch, *counts)
-    exllamav3_ext.exl3_moe(a, total, *routes, *temps, SILU, *rates, *addresses, *rest)
+    exllamav3_ext.exl3_moe(a, total, *route, *temps, SILU, *rates, *tables, *rest)
 
 
 def warm(plan: ParityMoePlan, prepared: Mapping[str, torch.Tensor], arena: torch.Tensor) -> int:

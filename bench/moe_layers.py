@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of random experts, routings and their float64 truth, for the tests and the bench of routed experts."""
+"""Layers of experts, routings and the float64 truth: what the bench and the tests of routed experts have in common."""
 
 from __future__ import annotations
 
@@ -53,13 +53,22 @@ def mixed(low: float, high: float, first: int, second: int) -> list[float]:
 
 
 def routing(
-    name: str, rows: int, experts: int, top_k: int, device: torch.device, seed: int = 0
+    name: str, rows: int, experts: int, top_k: int, device: torch.device, seed: int = 0, turn: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """topk_weights [rows, top_k] f32, each row's sum 1, and topk_ids [rows, top_k] i32.
 
     balanced  every expert gets as many routes as any other, or one more
     zipf      the chance of the r-th expert falls as 1 / r
-    one_hot   every row chooses the same experts, the first of which is named twice where top_k is 1
+    one_hot   every row chooses the same experts
+
+    Args:
+        name: one of these.
+        rows: how many.
+        experts: how many.
+        top_k: experts a row.
+        device: of the tensors.
+        seed: of all that is random.
+        turn: renumbers the experts by so many rows' worth, so that other ones are chosen.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     if name == "balanced":
@@ -73,6 +82,7 @@ def routing(
         ids = torch.arange(top_k, device=device).expand(rows, -1)
     else:
         raise ValueError(f"routing {name!r}, want balanced, zipf or one_hot")
+    ids = (ids + turn * rows * top_k if name == "balanced" else ids + turn * top_k) % experts
     weights = torch.rand(rows, top_k, generator=generator, device=device) + 0.1
     return weights / weights.sum(1, keepdim=True), ids.to(torch.int32).contiguous()
 
