@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 READY, RESULTS = "LIFE-READY", "LIFE-RESULTS "
 KV_BYTES = 2 << 30
-TIMEOUT = 300.0  # seconds for all of a life
+TIMEOUT = 240.0  # seconds for a start, and for all steps
 
 Step = tuple[str, dict[str, Any]]
 
@@ -69,11 +70,13 @@ def composed() -> bool:
 
 def live(plans: dict[str, Plan], logs: Path) -> dict[str, Life]:
     """Run all plans; each log lies in `logs` as well."""
-    running = {name: _Process(plan, logs / f"{name}.log") for name, plan in plans.items() if not plan.alone}
-    lives = {name: process.finish() for name, process in running.items()}
-    for name, plan in plans.items():
-        if plan.alone:
-            lives[name] = _Process(plan, logs / f"{name}.log").finish()
+    lives: dict[str, Life] = {}
+    together = {name: plan for name, plan in plans.items() if not plan.alone}
+    for group in (together, *({name: plan} for name, plan in plans.items() if plan.alone)):
+        running = {name: _Process(plan, logs / f"{name}.log".replace(" ", "-")) for name, plan in group.items()}
+        for process in running.values():
+            process.start()
+        lives |= {name: process.finish() for name, process in running.items()}
     return lives
 
 
@@ -98,20 +101,30 @@ class _Process:
             self.child.stdin.write(line + "\n")
             self.child.stdin.flush()
 
-    def finish(self) -> Life:
-        """Let it run once it is ready, to its end."""
-        watchdog = threading.Timer(TIMEOUT, os.killpg, (self.child.pid, signal.SIGKILL))
-        watchdog.start()
-        try:
+    def start(self) -> None:
+        """Wait until it is ready, or gone."""
+        with self.watched():
             while READY not in self.log.read_text(errors="replace") and self.child.poll() is None:
                 time.sleep(0.2)
+
+    def finish(self) -> Life:
+        """Let it take its steps, to its end."""
+        with self.watched():
             self.tell("go")
             self.child.wait()
-        finally:
-            watchdog.cancel()
         log = self.log.read_text(errors="replace")
         line = next((line for line in log.splitlines() if line.startswith(RESULTS)), None)
         return Life(results=json.loads(line.removeprefix(RESULTS)) if line else [], log=log)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Kill it and its children if this takes too long."""
+        watchdog = threading.Timer(TIMEOUT, os.killpg, (self.child.pid, signal.SIGKILL))
+        watchdog.start()
+        try:
+            yield
+        finally:
+            watchdog.cancel()
 
 
 class Engine:
