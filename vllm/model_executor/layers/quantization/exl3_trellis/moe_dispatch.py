@@ -13,7 +13,7 @@ import torch
 
 from .backends import MoeBackend
 from .moe_plan import Windows
-from .moe_startup import startup_of
+from .moe_startup import Startup
 from .plan import MoeQuery, Plan
 from .scratch import Owner
 
@@ -55,6 +55,7 @@ class Experts:
     query: MoeQuery
     windows: Windows
     routes: Mapping[str, Route]  # by name of the window
+    startup: Startup  # the owner's
 
     def run(
         self,
@@ -79,10 +80,10 @@ class Experts:
         self._require(x, topk_weights, topk_ids)
         x, weights, ids = x.contiguous(), topk_weights.float().contiguous(), topk_ids.contiguous()
         y = torch.empty_like(x)
-        arena = startup_of(self.owner).arena(self.owner)
+        arena = self.startup.arena(self.owner)
         for name, start, stop in self.windows.cuts(rows):
             route = self.routes[name]
-            if not route.backend.capturable and capturing():
+            if not route.backend.capturable and capturing(x.device):
                 raise RuntimeError(self._refusal(route, stop - start))
             if stop - start == rows:
                 route.run(params, arena, x, weights, ids, y)
@@ -106,6 +107,6 @@ class Experts:
         return f"{who}: {why}: set {self.windows.remedy(rows)}"
 
 
-def capturing() -> bool:
+def capturing(device: torch.device) -> bool:
     """Whether a CUDA graph is being captured."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -172,10 +172,16 @@ class EXL3MoEMethod(FusedMoEMethodBase):
             for window in served.all
             for backend, refusals in [chosen[window.name]]
         }
+        startup = startup_of(layer.exl3_owner)
         layer.exl3_moe = Experts(
-            layer=layer.layer_name, owner=layer.exl3_owner, query=query, windows=served, routes=routes
+            layer=layer.layer_name,
+            owner=layer.exl3_owner,
+            query=query,
+            windows=served,
+            routes=routes,
+            startup=startup,
         )
-        startup_of(layer.exl3_owner).add(layer, layer.exl3_moe)
+        startup.add(layer, layer.exl3_moe)
         if envs.VLLM_EXL3_LOG_PATH_SELECTION:
             paths = ", ".join(f"{name} by {route.backend.name}" for name, route in routes.items())
             logger.info("%s (%s): %s: %s", layer.layer_name, layer.exl3_owner.role, paths, query)

@@ -64,14 +64,15 @@ class Limits:
         if self.min_rows > self.decode_rows:
             fewest, most = f"VLLM_EXL3_TRELLIS_MIN_M={self.min_rows}", f"VLLM_EXL3_TRELLIS_MAX_M={self.decode_rows}"
             yield f"{fewest}: want at most {most}"
-        if not self.prefill or most_rows <= self.decode_rows:
+        if not self.prefill:
             return
-        capacity = most_rows if self.capacity is None else self.capacity
-        if capacity > most_rows:
-            yield f"VLLM_EXL3_PREFILL_CAPACITY={capacity}: want at most max_num_batched_tokens={most_rows}"
-        if capacity <= self.decode_rows:
+        if self.capacity is not None and self.capacity > most_rows:
+            yield f"VLLM_EXL3_PREFILL_CAPACITY={self.capacity}: want at most max_num_batched_tokens={most_rows}"
+        if most_rows <= self.decode_rows:
+            return  # the decode plan takes every row
+        if self.capacity is not None and self.capacity <= self.decode_rows:
             want = f"more than VLLM_EXL3_TRELLIS_MAX_M={self.decode_rows}, or VLLM_EXL3_PREFILL_TRELLIS=0"
-            yield f"VLLM_EXL3_PREFILL_CAPACITY={capacity}: want {want}"
+            yield f"VLLM_EXL3_PREFILL_CAPACITY={self.capacity}: want {want}"
         if self.chunk < self.min_rows - 1:
             below = f"the rows below VLLM_EXL3_TRELLIS_MIN_M={self.min_rows}"
             yield f"VLLM_EXL3_PREFILL_CHUNK={self.chunk}: want at least {self.min_rows - 1}, {below}"
@@ -226,7 +227,8 @@ def choose_experts(
     planned = [one for one in candidates if one.name not in PARITY]
     order = next(names for least, names, _ in ORDER if device.sm >= least)
     planned.sort(key=lambda one: order.index(one.name) if one.name in order else len(order))
-    if not fused or forced in PARITY:
+    only_parity = not fused or forced in PARITY
+    if only_parity:
         planned = []
     if forced in PARITY:
         parity = [one for one in parity if one.name == forced]
@@ -234,8 +236,8 @@ def choose_experts(
         planned = [one for one in planned if one.name == forced]
     plans, refusals = _first(planned, query, device)
     fallback, parity_refusals = _first(parity, query, device)
-    wanted = bool(planned) and (device.kind == "cuda" or forced is not None)
-    if plans is None and (wanted or fallback is None):
+    required = not only_parity and (device.kind == "cuda" or forced is not None)
+    if plans is None and (required or fallback is None):
         reasons = "; ".join((*refusals, *parity_refusals)) or f"no provider is called {forced!r}"
         hint = "; VLLM_EXL3_FUSED=0 runs it, slowly and without CUDA graphs" if fallback and not forced else ""
         raise NoBackendError(f"no EXL3 kernel for {query} on {device}: {reasons}{hint}")

@@ -133,6 +133,7 @@ def free_bytes(device: str) -> int:
 
 def aligned(size: int, device: str) -> torch.Tensor:
     """[size] u8 at a multiple of ALIGNMENT."""
-    memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=device)
-    first = -memory.data_ptr() % ALIGNMENT
-    return memory[first : first + size]
+    with torch.inference_mode(False):  # vLLM makes its first run inside, and need not make every other
+        memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=device)
+        first = -memory.data_ptr() % ALIGNMENT
+        return memory[first : first + size]
