@@ -57,7 +57,7 @@ def compile_extension(folder: Path) -> Path:
     stubs.mkdir()
     build.mkdir()
     for library in (cuda / "lib").glob("*.so.*"):  # wheels have no plain names, which a linker looks for
-        (stubs / library.name.partition(".so")[0]).with_suffix(".so").symlink_to(library)
+        (stubs / f"{library.name.partition('.so')[0]}.so").symlink_to(library)
     cpp_extension.load(
         name=NAME, sources=chosen.extension_sources(str(sources)), extra_include_paths=[str(sources)],
         extra_cflags=["-O3"], extra_cuda_cflags=chosen.cuda_cflags(str(cuda)),
