@@ -27,7 +27,7 @@ import torch
 
 from bench import moe_peers
 from bench.linear import copy_bandwidth, load_exllamav3, render
-from bench.moe_layers import error, mixed, query, routing, truth
+from bench.moe_layers import error, mixed, query, routing
 from bench.moe_peers import PEERS, Calls, Input, Layer
 from bench.timing import L2_MULTIPLE, microseconds
 from vllm.model_executor.layers.quantization.exl3_trellis import ops
@@ -169,7 +169,7 @@ def measure(layer: Layer, case: tuple[str, str, int], peers: list[str], limits: 
     """Every peer on one case."""
     tier, kind, m = case
     inputs = inputs_of(layer, kind, m)
-    expected = [truth(layer.query, layer.slabs, *sample(one)) for one in inputs[:1]]
+    expected = [layer.truth(*sample(one)) for one in inputs[:1]]
     row: Row = {"K": tier if "+" in tier else int(tier), "routing": kind, "m": m}
     row |= {"us": {}, "arena_mib": {}, "error": {}}
     for name in peers:

@@ -87,7 +87,7 @@ def routing(
     return weights / weights.sum(1, keepdim=True), ids.to(torch.int32).contiguous()
 
 
-Module = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # Wr f64 [k, n], suh f64 [k], svh f64 [n]
+Module = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # Wr [k, n], suh [k], svh [n], all f16
 
 
 def modules(layer: MoeQuery, part: ExpertSlice, experts: Sequence[int]) -> Iterator[tuple[int, dict[str, Module]]]:
@@ -108,34 +108,37 @@ def modules(layer: MoeQuery, part: ExpertSlice, experts: Sequence[int]) -> Itera
                 vector = getattr(part, f"{MATRIX[shard]}_{side}")
                 shared = layer.shared_h and side == ("svh" if shard == "w2" else "suh")
                 vector = vector if shared else vector[expert]
-                vectors.append((vector if shard == "w2" else vector[int(shard == "w3")]).double())
-            found[shard] = (decode_rotated(tiles[shard, expert], bank.codebooks[expert]).double(), *vectors)
+                vectors.append(vector if shard == "w2" else vector[int(shard == "w3")])
+            found[shard] = (decode_rotated(tiles[shard, expert], bank.codebooks[expert]), *vectors)
         yield expert, found
 
 
-def truth(
-    layer: MoeQuery,
-    weights: Sequence[ExpertSlice],
-    x: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-) -> torch.Tensor:
-    """y [m, hidden] f64, everything in float64; ids below 0 are nobody's."""
-    y = torch.zeros(x.shape[0], layer.k, dtype=torch.float64, device=x.device)
-    chosen = sorted(set(topk_ids.unique().tolist()) - {-1})
-    wide = torch.nn.functional.pad(x.double(), (0, layer.k - x.shape[1]))
-    for part in weights:
-        for expert, found in modules(layer, part, chosen):
-            row, place = (topk_ids == expert).nonzero(as_tuple=True)
-            gate = _apply(wide[row], found["w1"])
-            middle = gate * torch.sigmoid(gate) * _apply(wide[row], found["w3"])
-            out = _apply(middle, found["w2"]) * topk_weights[row, place].double().unsqueeze(1)
-            y.index_add_(0, row, out)
-    return y[:, : layer.hidden]
+class Truth:
+    """A layer in float64, everything of it; decodes each expert once, when it is first chosen."""
+
+    def __init__(self, layer: MoeQuery, weights: Sequence[ExpertSlice]) -> None:
+        self.layer, self.weights = layer, weights
+        self.decoded: list[dict[int, dict[str, Module]]] = [{} for _ in weights]
+
+    def __call__(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+        """y [m, hidden] f64; ids below 0 are nobody's."""
+        layer = self.layer
+        y = torch.zeros(x.shape[0], layer.k, dtype=torch.float64, device=x.device)
+        wide = torch.nn.functional.pad(x.double(), (0, layer.k - x.shape[1]))
+        chosen = sorted(set(topk_ids.unique().tolist()) - {-1})
+        for part, decoded in zip(self.weights, self.decoded, strict=True):
+            decoded |= modules(layer, part, [expert for expert in chosen if expert not in decoded])
+            for expert in chosen:
+                row, place = (topk_ids == expert).nonzero(as_tuple=True)
+                gate = _apply(wide[row], decoded[expert]["w1"])
+                middle = gate * torch.sigmoid(gate) * _apply(wide[row], decoded[expert]["w3"])
+                out = _apply(middle, decoded[expert]["w2"]) * topk_weights[row, place].double().unsqueeze(1)
+                y.index_add_(0, row, out)
+        return y[:, : layer.hidden]
 
 
 def _apply(x: torch.Tensor, module: Module) -> torch.Tensor:
-    rotated, suh, svh = module
+    rotated, suh, svh = (tensor.double() for tensor in module)
     return hadamard(hadamard(x * suh) @ rotated) * svh
 
 

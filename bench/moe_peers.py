@@ -18,6 +18,7 @@ from types import ModuleType
 
 import torch
 
+from bench.moe_layers import Truth
 from vllm.model_executor.layers.quantization.exl3_trellis import backends
 from vllm.model_executor.layers.quantization.exl3_trellis.backends import b12x, exllamav3_moe
 from vllm.model_executor.layers.quantization.exl3_trellis.expert_check import random_experts
@@ -60,6 +61,11 @@ class Layer:
     def slabs(self) -> tuple[ExpertSlice, ...]:
         """As loaded."""
         return random_experts(self.query, self.device)
+
+    @cached_property
+    def truth(self) -> Truth:
+        """In float64."""
+        return Truth(self.query, self.slabs)
 
     @cached_property
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench.moe_layers import error, mixed, modules, query, routing, truth
+from bench.moe_layers import Truth, error, mixed, modules, query, routing
 from vllm.model_executor.layers.quantization.exl3_trellis.backends import (
     b12x,
     b12x_library,
@@ -26,6 +26,7 @@ from vllm.model_executor.layers.quantization.exl3_trellis.backends import (
 from vllm.model_executor.layers.quantization.exl3_trellis.expert_check import few_experts, random_experts, reference
 from vllm.model_executor.layers.quantization.exl3_trellis.layout import trellis_shape
 from vllm.model_executor.layers.quantization.exl3_trellis.plan import Activation, Bank, Device, Window
+from vllm.model_executor.layers.quantization.exl3_trellis.reference import decode_rotated
 
 CPU = torch.device("cpu")
 H200 = Device(kind="cuda", sm=90, sms=132, smem=232_448)
@@ -114,7 +115,7 @@ def test_the_two_references_agree(name):
     x = torch.randn(5, layer.hidden)
     routes, ids = routing("zipf", 5, layer.experts, layer.top_k, CPU)
     ids[1, 0] = -1
-    expected = truth(layer, weights, x, routes, ids)
+    expected = Truth(layer, weights)(x, routes, ids)
     assert error(reference(layer, weights, x, routes, ids), expected) < 1e-5
     assert expected.std() == pytest.approx(1.0, rel=0.8)  # the scales keep the size of activations
 
@@ -155,17 +156,8 @@ def test_exllamav3_finds_every_tensor_of_every_expert(name):
                     held = prepared[f"slice{index}_{matrix}_{kind}"].flatten()
                     start = int(place[row, expert]) // 2
                     tensor = held[start : start + torch.Size(shape).numel()].view(shape)
-                    if kind == "trellis":
-                        want = exllamav3_moe_decode(tensor)
-                        assert torch.equal(want, found[shard][0])
-                    else:
-                        assert torch.equal(tensor.double(), found[shard][row])
-
-
-def exllamav3_moe_decode(tensor: torch.Tensor) -> torch.Tensor:
-    from vllm.model_executor.layers.quantization.exl3_trellis.reference import decode_rotated
-
-    return decode_rotated(tensor, "mcg").double()
+                    got = decode_rotated(tensor, "mcg") if kind == "trellis" else tensor
+                    assert torch.equal(got, found[shard][row])
 
 
 def test_exllamav3_takes_one_tier_at_a_time():
