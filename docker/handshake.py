@@ -11,6 +11,11 @@ import sysconfig
 from pathlib import Path
 
 
+def release_of(package: str) -> str:
+    """13.0 of 13.0.88."""
+    return ".".join(importlib.metadata.version(package).split(".")[:2])
+
+
 def main() -> int:
     said = json.loads(Path(__file__).with_name("build.json").read_text())
     import torch
@@ -25,6 +30,9 @@ def main() -> int:
         "Python": (f"{sys.version_info.major}.{sys.version_info.minor}", said["python"]),
         "the exl3 method": (get_quantization_config("exl3").__name__, "EXL3Config"),
     }
+    if said["target"] == "cuda":  # what compiles at run time includes these headers, which refuse another compiler
+        compiler, headers = (release_of(f"nvidia-cuda-{name}") for name in ("nvcc", "runtime"))
+        found["nvcc"] = (compiler, headers)
     wrong = [f"{name} is {have}, want {want}" for name, (have, want) in found.items() if have != want]
     library = Path(vllm.__file__).parent / "model_executor/layers/quantization/exl3_trellis/_exl3_C.abi3.so"
     if said["target"] == "cuda":
