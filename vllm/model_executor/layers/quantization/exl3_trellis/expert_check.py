@@ -48,8 +48,9 @@ def random_experts(query: MoeQuery, device: torch.device, seed: int = 0) -> tupl
         return words.random_(-(1 << 63), (1 << 63) - 1, generator=generator).view(torch.int16)
 
     def vectors(*shape: int, scale: float) -> torch.Tensor:
-        values = torch.rand(shape, generator=generator, device=device) + 0.5
-        return (values * torch.randn(shape, generator=generator, device=device).sign() * scale).half()
+        values = torch.rand(shape, generator=generator, dtype=torch.float32, device=device) + 0.5
+        signs = torch.randn(shape, generator=generator, dtype=torch.float32, device=device).sign()
+        return (values * signs * scale).half()
 
     experts, into = query.experts, sum(shard in query.banks for shard in MATRICES["w13"])
     heads = () if query.shared_h else (experts,)
@@ -107,7 +108,9 @@ def compare(provider: MoeBackend, query: MoeQuery, device: torch.device, limit: 
     weights = random_experts(few, device)
     generator = torch.Generator(device=device).manual_seed(1)
     x = torch.randn(ROWS, query.hidden, generator=generator, device=device).to(getattr(torch, query.io_dtype))
-    routing, ids = torch.rand(ROWS, few.experts, generator=generator, device=device).topk(query.top_k)
+    # vLLM loads models under a default dtype of 16 bits, so this one is named.
+    chances = torch.rand(ROWS, few.experts, generator=generator, dtype=torch.float32, device=device)
+    routing, ids = chances.topk(query.top_k)
     truth = reference(few, weights, x, routing, ids)
     plan = provider.plan(few, Device.of(device), Window(name="decode", rows=ROWS, block=8))
     arena = torch.full((plan.workspace_bytes,), 255, dtype=torch.uint8, device=device)

@@ -140,7 +140,7 @@ def prepare(query: MoeQuery, weights: tuple[ExpertSlice, ...]) -> dict[str, torc
         "suh": suh.transpose(0, 1).contiguous(),
         "svh": svh.contiguous(),
         "middle": middle,
-        "ones": torch.ones(query.experts, device=device),
+        "ones": torch.ones(query.experts, dtype=torch.float32, device=device),
         "zeros": torch.zeros(4, dtype=torch.uint8, device=device),
     }
     if len(query.rates) > 1:
