@@ -1,0 +1,180 @@
+"""Routed experts in windows of rows through the whole engine: planned, warmed, run, reloaded, with the same answers.
+
+The planning, the door and the engine are the real ones; the provider computes with the torch provider and records what
+it was asked.  It comes in as vLLM lets anyone bring a quantization config: by registering one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.engine.scoring import greedy
+from tests.engine.test_mtp import PROMPTS, TOKENS, continue_prompts, draft_of, spoil, stamped, target_of
+from tests.exl3_trellis.recording import Recording, windows_of
+from tests.oracle import Oracle
+from validate.__main__ import main as validate
+from vllm.config import CompilationConfig, CUDAGraphMode
+from vllm.model_executor.layers import quantization
+from vllm.model_executor.layers.quantization.exl3 import EXL3Config
+from vllm.model_executor.layers.quantization.exl3_trellis.support import limit_graphs
+
+QWEN = "--family qwen3_moe --layers 2 --first-dense 0 --layout per_expert --rates 3,4 --tp 2 --seed 3"
+GLM = "--family glm4_moe --layers 2 --drafts 1 --agreeing --layout shared_h --rates 3,4 --tp 2 --seed 3"
+LIMITS = {"TRELLIS_MIN_M": 2, "TRELLIS_MAX_M": 4, "PREFILL_CAPACITY": 7, "PREFILL_CHUNK": 3, "TRELLIS_BLOCK_M": 16}
+
+
+class RecordedConfig(EXL3Config):
+    """EXL3 whose routed experts are run by `plans`, and by `parity` where no plan takes the rows."""
+
+    plans: Recording
+    parity: Recording
+
+    @staticmethod
+    def moe_providers() -> tuple[Any, ...]:
+        return RecordedConfig.plans, RecordedConfig.parity
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[RecordedConfig]]:
+    """The config that every EXL3 checkpoint gets for the time of a test."""
+    RecordedConfig.plans, RecordedConfig.parity = Recording(), Recording(name="torch", capturable=False)
+    quantization.register_quantization_config("exl3")(RecordedConfig)
+    for name, value in LIMITS.items():
+        monkeypatch.setenv(f"VLLM_EXL3_{name}", str(value))
+    yield RecordedConfig
+    del quantization._CUSTOMIZED_METHOD_TO_QUANT_CONFIG["exl3"]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[[str], Path]:
+    """make(arguments) -> folder of a new mixture-of-experts checkpoint."""
+
+    def write(arguments: str) -> Path:
+        folder = tmp_path / "checkpoint"
+        assert validate(["make-checkpoint", "moe", str(folder), *arguments.split()]) == 0
+        return folder
+
+    return write
+
+
+@pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["eager", "compiled"])
+def test_windows_change_no_answer(engine, make, recorded, caplog_vllm, eager):
+    folder = make(QWEN)
+    with caplog_vllm.at_level("INFO", "vllm"):
+        llm = engine(folder, enforce_eager=eager)
+    if eager:  # then a CPU's engine, unlike a GPU's, makes no run before the first request
+        greedy(llm, PROMPTS[2], 1)
+    # All plans of both layers are warm, and every kind of layer was checked once.
+    assert set(windows_of(recorded.plans.warmed)) == {"decode", "prefill"}
+    assert set(windows_of(recorded.parity.warmed)) == {"parity"}
+    assert len(recorded.plans.checked) == len(recorded.parity.checked) == 1
+    lines = [line for line in caplog_vllm.messages if line.startswith("EXL3 experts of the target")]
+    assert [line.split(",")[1].split(":")[0] for line in lines] == [" decode", " prefill", " parity"]
+    assert "2 layers; 2 to 4 rows, 16 a block" in lines[0]
+    oracle = Oracle(folder)
+    for ids, expected in (
+        (PROMPTS[0], [("prefill", 7), ("decode", 3)]),  # ten rows, capacity seven
+        (PROMPTS[1], [("decode", 4)]),
+        (PROMPTS[2], []),
+    ):
+        recorded.plans.ran(), recorded.parity.ran()
+        assert greedy(llm, ids, 6) == oracle.greedy(ids, 6)
+        calls = recorded.plans.ran()
+        assert calls[: 2 * len(expected)] == expected * 2  # of two layers
+        assert set(recorded.parity.ran()) == {("parity", 1)}  # each further token alone
+        assert calls[2 * len(expected) :] == []
+
+
+def test_kill_switch_leaves_long_batches_to_the_parity_path(engine, make, recorded, monkeypatch):
+    monkeypatch.setenv("VLLM_EXL3_PREFILL_TRELLIS", "0")
+    folder = make(QWEN)
+    llm = engine(folder)
+    assert set(windows_of(recorded.plans.planned)) == {"decode"}
+    recorded.plans.ran(), recorded.parity.ran()
+    assert greedy(llm, PROMPTS[0], 4) == Oracle(folder).greedy(PROMPTS[0], 4)
+    assert recorded.plans.ran() == []
+    assert recorded.parity.ran()[:2] == [("parity", 10)] * 2
+
+
+def test_target_and_draft_plan_apart_and_survive_a_reload(engine, make, recorded):
+    folder = make(GLM)
+    expected = [Oracle(folder).greedy(ids, TOKENS) for ids in PROMPTS]
+    speculation = {"method": "mtp", "num_speculative_tokens": 3}
+    llm = engine(folder, speculative_config=speculation, disable_log_stats=False, enable_prefix_caching=False)
+    said, taken = continue_prompts(llm)
+    assert said == expected
+    assert taken > len(PROMPTS) * TOKENS // 10
+    models = (target_of(llm), draft_of(llm))
+    experts = [[layer.exl3_moe for layer in model.modules() if hasattr(layer, "exl3_moe")] for model in models]
+    owners = [{owner for name, owner in stamped(model).items() if name.endswith("experts")} for model in models]
+    assert [owner.role for role in owners for owner in role] == ["target", "draft"]
+    arenas = [{it.startup.arena(it.owner).data_ptr() for it in each} for each in experts]
+    assert [len(each) for each in arenas] == [1, 1]
+    assert arenas[0].isdisjoint(arenas[1])
+    assert {call.arena for call in recorded.plans.calls + recorded.parity.calls} == arenas[0] | arenas[1]
+    assert {name for name, _ in recorded.plans.ran()} == {"decode", "prefill"}
+    warmed = len(recorded.plans.warmed)
+    spoil(draft_of(llm))
+    llm.collective_rpc("reload_weights")
+    recorded.plans.ran()
+    assert continue_prompts(llm) == (said, taken)
+    assert len(recorded.plans.warmed) == warmed
+    assert {call.arena for call in recorded.plans.calls} == arenas[0] | arenas[1]
+
+
+def test_a_provider_that_disagrees_stops_the_start_by_name(engine, make, recorded):
+    recorded.plans.disagrees = True
+    with pytest.raises(Exception, match="recording: .* experts .* disagrees with the reference"):
+        engine(make(QWEN))
+
+
+def test_path_of_every_layer_is_logged(engine, make, recorded, caplog_vllm, monkeypatch):
+    monkeypatch.setenv("VLLM_EXL3_LOG_PATH_SELECTION", "1")
+    with caplog_vllm.at_level("INFO", "vllm"):
+        engine(make(QWEN))
+    paths = "decode by recording, prefill by recording, parity by torch"
+    for layer in range(2):
+        start = f"model.layers.{layer}.mlp.experts (target): {paths}: "
+        assert sum(line.startswith(start) for line in caplog_vllm.messages) == 1
+
+
+@pytest.mark.parametrize(("variables", "message"), [
+    ({"PREFILL_CAPACITY": "8192"}, "VLLM_EXL3_PREFILL_CAPACITY=8192: want at most max_num_batched_tokens=256"),
+    ({"TRELLIS_MIN_M": "200"}, "VLLM_EXL3_TRELLIS_MIN_M=200: want .*VLLM_EXL3_PREFILL_CHUNK=128: want at least 199"),
+])
+def test_what_cannot_be_planned_is_refused_before_anything_is_built(make, monkeypatch, variables, message):
+    from vllm.engine.arg_utils import EngineArgs
+
+    for name, value in variables.items():
+        monkeypatch.setenv(f"VLLM_EXL3_{name}", value)
+    with pytest.raises(Exception, match=message):
+        EngineArgs(model=str(make(QWEN)), max_model_len=256, max_num_batched_tokens=256).create_engine_config()
+
+
+# environment, rows of a uniform decode step, what the user chose -> mode, most rows of a graph
+GRAPHS = [
+    ({}, 1, {}, None, None),
+    ({"PREFILL_TRELLIS": "0"}, 1, {}, None, 32),
+    ({"PREFILL_TRELLIS": "0"}, 3, {}, None, 30),  # 32 would be rounded up to 33
+    ({"PREFILL_TRELLIS": "0"}, 4, {"cudagraph_capture_sizes": [64]}, None, None),
+    ({"FUSED": "0"}, 1, {}, CUDAGraphMode.NONE, None),
+    ({"BACKEND": "exllamav3"}, 1, {}, CUDAGraphMode.NONE, None),
+    ({"FUSED": "0"}, 1, {"cudagraph_mode": CUDAGraphMode.PIECEWISE}, CUDAGraphMode.PIECEWISE, None),
+]
+
+
+@pytest.mark.parametrize(("variables", "step", "chosen", "mode", "most"), GRAPHS)
+def test_default_graphs_hold_no_parity_path(monkeypatch, variables, step, chosen, mode, most):
+    for name, value in variables.items():
+        monkeypatch.setenv(f"VLLM_EXL3_{name}", value)
+    compilation = CompilationConfig(**chosen)
+    scheduler = SimpleNamespace(max_num_batched_tokens=4096)
+    limit_graphs(
+        SimpleNamespace(compilation_config=compilation, scheduler_config=scheduler, uniform_decode_query_len=step)
+    )
+    assert (compilation.cudagraph_mode, compilation.max_cudagraph_capture_size) == (mode, most)
