@@ -7,7 +7,10 @@ from pathlib import Path
 
 from validate.__main__ import main as validate
 
-SMALL = "dense --hidden 512 --heads 8 --kv-heads 2 --head-dim 64 --intermediate 1024 --rates 2,3,4 --vocab 1024 --context 4096"
+SMALL = (
+    "dense --hidden 512 --heads 8 --kv-heads 2 --head-dim 64 --intermediate 1024 --rates 2,3,4 --vocab 1024"
+    " --context 4096"
+)
 # Eight layers with the shapes of an 8B model; tests/data/wide_dense.json is what a CPU engine says of it.
 WIDE = (
     "dense --hidden 4096 --heads 32 --kv-heads 8 --head-dim 128 --intermediate 14336 --layers 8 --vocab 8192"

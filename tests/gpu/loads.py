@@ -52,6 +52,17 @@ def first_kernel(cubin: bytes) -> str:
     return found[1].decode() if found else "no kernel"
 
 
+# Kernels that libraries below vLLM choose by the sizes of a batch, for unquantized models too, and load when they run:
+# torch's own, cuBLAS's, FlashAttention's.
+LIBRARIES = re.compile(r"_ZN2at6native|nvjet_|.*gemv|_ZN\d+cublas|_ZN7cutlass13device_kernelIN5flash")
+
+
+def late(names: list[str]) -> list[str]:
+    """Those that nobody below vLLM answers for: compiled kernels and ours.  Every load ends in a kernel with a name."""
+    kernels = [name.partition(": ")[2] or name for name in names if name not in LOADS.values()]
+    return [name for name in kernels if not LIBRARIES.match(name)]
+
+
 class Loads:
     """A context that listens; `names` has one entry for each module and kernel loaded meanwhile."""
 

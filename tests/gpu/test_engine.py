@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.decode import variant_of
 from tests.gpu import checkpoints
 from tests.gpu.life import Life, Plan, composed, live
+from tests.gpu.loads import late
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOLLM2 = ROOT.parent / "shared" / "data" / "smollm2-135m-instruct-exl3-3.0bpw"
@@ -57,7 +59,9 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Life]:
     if SMOLLM2.is_dir():
         steps = [SAY, WATCH, *NAPS, ("score", {"texts": reference_texts()}), ("facts", {})]
         plans["real"] = Plan(model=SMOLLM2, steps=steps, options=half | {"enable_sleep_mode": True})
-    return live(plans, folder / "logs")
+    with variant_of(made["wide"], "bf16") as (plain, _):
+        plans["plain"] = Plan(model=plain, steps=[WATCH], options={"load_format": "dummy"})
+        return live(plans, folder / "logs")
 
 
 def reference_texts() -> list[list[int]]:
@@ -66,6 +70,13 @@ def reference_texts() -> list[list[int]]:
 
     reference = load_file(SMOLLM2 / REFERENCE)
     return [reference[f"ids{text}"].flatten().tolist() for text in range(3)]
+
+
+def test_an_unquantized_model_loads_the_kernels_of_libraries_late_too(lives):
+    seen = lives["plain"][0]["seen"]
+    print(f"loaded late, by libraries: {len(seen)}")
+    assert seen
+    assert late(seen) == []
 
 
 @pytest.fixture(params=["real", "wide"])
@@ -119,7 +130,8 @@ def test_native_agrees_with_the_torch_provider(lives):
 
 
 def test_nothing_is_compiled_or_loaded_once_ready(life):
-    assert life[1]["seen"] == []
+    print(f"loaded late, by libraries: {len(life[1]['seen'])}")
+    assert late(life[1]["seen"]) == []
     assert "during inference" not in life.after_ready  # so vLLM reports what is compiled late
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.gpu.loads import Loads
+from tests.gpu.loads import Loads, late
 
 
 def test_hears_the_first_launch_of_a_kernel_only():
@@ -18,3 +18,10 @@ def test_hears_the_first_launch_of_a_kernel_only():
         torch.special.airy_ai(x)
         torch.cuda.synchronize()
     assert second.names == []
+
+
+def test_kernels_of_libraries_are_told_from_ours():
+    library = ["_ZN2at6native29vectorized_elementwise_kernelI", "nvjet_sm90_tst_64x8", "cuLibraryLoadData"]
+    ours = ["_ZN12_GLOBAL__N_113linear_kernelI", "triton_poi_fused_add"]
+    assert late([*library, f"module of 512 bytes: {library[1]}"]) == []
+    assert late([*library, *ours, f"module of 512 bytes: {ours[0]}"]) == [*ours, ours[0]]
