@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
-LARGEST = 10  # differences that are named one by one
+NAMED = 10  # differences that are named one by one
 _CONFIGURATION = ("Env", "Cmd", "Entrypoint", "Labels", "User", "WorkingDir", "Healthcheck", "ExposedPorts")
 
 
@@ -36,17 +36,22 @@ class Image:
 
 
 def read_image(docker: Sequence[str], environment: Mapping[str, str], tag: str, folder: Path, only: str) -> Image:
-    """Saves the image below `folder`, where it takes its own size for a while; reads what has a path below `only`."""
+    """Saves the image below `folder`, where it takes its own size for a while, and reads it."""
     path = folder / "image.tar"
     try:
         with path.open("wb") as stream:
             subprocess.run([*docker, "save", tag], env=dict(environment), stdout=stream, check=True)
-        with tarfile.open(path) as archive:
-            [entry] = json.load(_member(archive, "manifest.json"))
-            configuration = json.load(_member(archive, entry["Config"]))["config"]
-            read = [_read_layer(_member(archive, name), only) for name in entry["Layers"]]
+        return read_saved(path, only)
     finally:
         path.unlink(missing_ok=True)
+
+
+def read_saved(path: Path, only: str) -> Image:
+    """The image in a file that `docker save` wrote; of its files, those whose path begins with `only`."""
+    with tarfile.open(path) as archive:
+        [entry] = json.load(_member(archive, "manifest.json"))
+        configuration = json.load(_member(archive, entry["Config"]))["config"]
+        read = [_read_layer(_member(archive, name), only) for name in entry["Layers"]]
     return Image(
         configuration={name: configuration.get(name) for name in _CONFIGURATION},
         layers=tuple(files for files, _ in read), dates=tuple(dates for _, dates in read),
@@ -108,6 +113,6 @@ def require_same(first: Image, second: Image) -> str:
     """The summary; raises AssertionError that names the first differences and counts the rest."""
     found = list(differences(first, second))
     if found:
-        named = "\n".join(found[:LARGEST])
+        named = "\n".join(found[:NAMED])
         raise AssertionError(f"{len(found)} differences between two builds:\n{named}")
     return summary(first, second)
