@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from bench import moe_peers
-from bench.linear import copy_bandwidth, load_exllamav3, render
+from bench.linear import load_exllamav3, render
 from bench.moe_layers import error, mixed, query, routing
 from bench.moe_peers import PEERS, Calls, Input, Layer
 from bench.timing import L2_MULTIPLE, microseconds
@@ -120,11 +120,15 @@ def versions(options: argparse.Namespace) -> dict[str, str | None]:
 
 
 def peaks(device: torch.device) -> dict[str, float]:
-    """What the floors are made of: bytes a second of a copy, operations a second of a bf16 product."""
+    """What the floors are made of: bytes a second, read and written, and operations a second of a bf16 product."""
     a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=device) for _ in range(2))
     out = torch.empty_like(a)
-    each = microseconds([lambda: torch.mm(a, b, out=out)] * 2)
-    return {"bytes_per_second": copy_bandwidth(device), "flops_per_second": 2 * 8192**3 / (each * 1e-6)}
+    product = microseconds([lambda: torch.mm(a, b, out=out)] * 2)
+    source = torch.ones(1 << 28, device=device)
+    target = torch.empty_like(source)
+    stream = microseconds([lambda: torch.add(source, 1.0, out=target)] * 4)  # a plain copy goes another, slower way
+    bytes_per_second = 2 * source.nbytes / (stream * 1e-6)
+    return {"bytes_per_second": bytes_per_second, "flops_per_second": 2 * 8192**3 / (product * 1e-6)}
 
 
 def cases(options: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
@@ -209,8 +213,8 @@ def line(row: Row) -> str:
     """One row of the table: times, then each peer's over ours."""
     us = row["us"]
     times = "  ".join(f"{name} {t:8.1f}" for name, t in us.items())
-    ratios = "  ".join(f"{name}/native {t / us['native']:5.2f}" for name, t in us.items() if name != "native")
-    ratios = ratios if "native" in us else ""
+    others = {name: t / us["native"] for name, t in us.items() if name != "native"} if "native" in us else {}
+    ratios = "  ".join(f"{name}/native {ratio:5.2f}" for name, ratio in others.items())
     return f"{row['K']!s:>3} bit {row['routing']:8} m {row['m']:4}  {times}  floor {row['floor_us']:7.1f}  {ratios}"
 
 

@@ -26,7 +26,7 @@ from vllm.model_executor.layers.quantization.exl3_trellis.expert_intake import E
 from vllm.model_executor.layers.quantization.exl3_trellis.plan import Device, MoeQuery, Window
 
 MIB = 1 << 20
-DECODE_ROWS, DECODE_BLOCK, PREFILL_BLOCK, CHUNK = 32, 8, 64, 128
+DECODE_ROWS, DECODE_BLOCK, PREFILL_BLOCK, PARITY_BLOCK = 32, 8, 64, 128
 COOP_SLOTS = 256
 Call = Callable[[], object]
 
@@ -126,34 +126,29 @@ def b12x_calls(layer: Layer, inputs: Sequence[Input]) -> Calls:
 
 
 def exl3_moe_calls(layer: Layer, inputs: Sequence[Input]) -> Calls:
-    """One launch a tier and chunk, in the arena of the parity path."""
+    """All rows at once, in the arena of the parity path."""
     query, rows = layer.query, inputs[0].x.shape[0]
     ok, why = exllamav3_moe.can_run(query, Device.of(layer.device))
     if not ok:
         raise RuntimeError(why)
     prepared = layer.prepared(exllamav3_moe)  # type: ignore[arg-type]
-    chunk = min(rows, CHUNK)
-    plan = exllamav3_moe.plan(query, Device.of(layer.device), Window(name="parity", rows=rows, block=chunk))
+    window = Window(name="parity", rows=rows, block=min(rows, PARITY_BLOCK))
+    plan = exllamav3_moe.plan(query, Device.of(layer.device), window)
     arena = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=layer.device)
-    views = exllamav3_moe.views(plan, arena)
+    buffers = exllamav3_moe.views(plan, arena)
     outputs = [torch.zeros(rows, query.k, device=layer.device) for _ in inputs]
     calls: list[Call] = []
     for one, y in zip(inputs, outputs, strict=True):
-        launches: list[Call] = [y.zero_]
-        for start in range(0, rows, chunk):
-            cut = slice(start, start + chunk)
-            for routes, rates, book in exllamav3_moe.routes(query, prepared, one.weights[cut], one.ids[cut].long()):
-                x = one.x[cut].half()
-                launches.append(
-                    partial(exllamav3_moe.launch, query, prepared, 0, x, y[cut], routes, views, rates, book)
-                )
-        calls.append(partial(_in_turn, launches))
+        steps: list[Call] = [y.zero_]
+        for part in exllamav3_moe.launches(plan, prepared, one.weights, one.ids.long()):
+            steps.append(partial(exllamav3_moe.launch, query, prepared, 0, one.x.half(), y, buffers, part))
+        calls.append(partial(_in_turn, steps))
     return Calls(calls=calls, outputs=outputs, arena_bytes=plan.workspace_bytes)
 
 
-def _in_turn(launches: list[Call]) -> None:
-    for launch in launches:
-        launch()
+def _in_turn(steps: list[Call]) -> None:
+    for step in steps:
+        step()
 
 
 def coop_calls(layer: Layer, inputs: Sequence[Input]) -> Calls:

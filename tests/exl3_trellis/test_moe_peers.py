@@ -165,12 +165,37 @@ def test_exllamav3_takes_one_tier_at_a_time():
     assert prepared["tiers"].tolist() == [[0, 4, 4, 3], [4, 1, 2, 4]]
 
 
-def test_exllamav3_works_in_chunks():
+def test_exllamav3_stages_a_block_for_each_expert_at_once():
     plan = exllamav3_moe.plan(UNIFORM, H200, Window(name="parity", rows=4096, block=128))
-    assert (plan.chunk, plan.groups) == (128, 16)
-    rows = 128 * (6144 * 2 + 6144 * 4) + 16 * 128 * 2 * 2 * (6144 + 512)
-    assert plan.workspace_bytes == rows
-    assert exllamav3_moe.plan(UNIFORM, H200, Window(name="parity", rows=7, block=128)).chunk == 7
+    assert (plan.rows, plan.block, plan.groups) == (4096, 128, 16)
+    assert plan.workspace_bytes == 4096 * 6144 * (2 + 4) + 16 * 128 * 2 * 2 * (6144 + 512)
+    assert exllamav3_moe.plan(UNIFORM, H200, Window(name="parity", rows=7, block=128)).block == 7
+
+
+def test_exllamav3_launches_every_route_once():
+    """Two tiers; experts 0 and 1 have more rows than a block, and one route is nobody's."""
+    layer = SMALL["mixed"]
+    plan = exllamav3_moe.plan(layer, H200, Window(name="parity", rows=9, block=4))
+    prepared = exllamav3_moe.prepare(layer, random_experts(layer, CPU))
+    ids = torch.tensor([[0, 1]] * 6 + [[0, 3], [-1, 2], [3, 0]])
+    weights = torch.arange(18.0).view(9, 2)
+    routes, seen = [], []
+    for part in exllamav3_moe.launches(plan, prepared, weights, ids):
+        counts = part.counts.tolist()
+        assert max(counts) <= 4
+        assert sum(counts) == len(part.rows)
+        experts = [expert for expert, count in enumerate(counts) for _ in range(count)]
+        assert {layer.w1.rates[expert] for expert in experts} == {part.rates[0]}
+        routes += zip(part.rows.tolist(), experts, part.weights.tolist(), strict=True)
+        seen.append((part.rates[0], counts))
+    want = [(row, int(ids[row, k]), float(weights[row, k])) for row in range(9) for k in range(2) if ids[row, k] >= 0]
+    assert sorted(routes) == sorted(want)
+    assert seen == [
+        (3.0, [4, 0, 0, 2, 0]),
+        (3.0, [4, 0, 0, 0, 0]),
+        (4.0, [0, 4, 1, 0, 0]),
+        (4.0, [0, 2, 0, 0, 0]),
+    ]
 
 
 @pytest.mark.parametrize("name", ("uniform", "mixed", "shared"))

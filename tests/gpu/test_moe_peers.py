@@ -19,7 +19,7 @@ from vllm.model_executor.layers.quantization.exl3_trellis.expert_intake import E
 from vllm.model_executor.layers.quantization.exl3_trellis.plan import Device, MoeQuery, Window
 
 CUDA = torch.device("cuda", 0)
-LIMIT = 2e-3
+LIMIT, ROUNDED_LIMIT = 2e-3, 2.5e-3  # outputs rounded to bf16 are 1.7e-3 away before anything else
 GLM = {"k": 6144, "width": 512, "top_k": 8}
 
 # name -> layer: GLM-5.2 at TP4, then small and odd ones
@@ -38,8 +38,9 @@ LAYERS = {
     "mul1": query([3] * 8, 512, 256, 2, codebook="mul1"),
 }
 WINDOWS = (Window(name="decode", rows=32, block=8), Window(name="prefill", rows=4096, block=64))
-PARITY = Window(name="parity", rows=128, block=128)
-ROWS = {"decode": (1, 3, 8, 32), "prefill": (33, 500, 4096), "parity": (1, 7, 128, 300)}
+PARITY = Window(name="parity", rows=2048, block=128)
+ROWS = {"decode": (1, 3, 8, 32), "prefill": (33, 500, 4096), "parity": (1, 7, 128, 300, 2048)}
+COMPARED = 100  # rows, evenly taken
 ROUTINGS = ("balanced", "zipf", "one_hot")
 
 
@@ -94,11 +95,13 @@ def test_agrees_with_float64(provider, name: str) -> None:
                 x = inputs(layer, rows)
                 y = torch.full_like(x, float("nan"))
                 provider.run(plan, prepared, arena, x, routes, ids.long() if turn % 2 else ids, y)
-                found[window.name, rows, kind] = error(y, truth(x, routes, ids))
+                some = slice(None, None, -(-rows // COMPARED))
+                found[window.name, rows, kind] = error(y[some], truth(x[some], routes[some], ids[some]))
                 arena.fill_(255)
     worst = max(found, key=lambda case: (math.isnan(found[case]), found[case]))
     print(f"{provider.name}, {name}: worst error {found[worst]:.2e} at {worst}")
-    assert found[worst] < LIMIT, found
+    rounded = provider is exllamav3_moe and layer.io_dtype == "bfloat16"  # it computes in fp16, b12x in fp32
+    assert found[worst] < (ROUNDED_LIMIT if rounded else LIMIT), found
 
 
 @pytest.mark.parametrize("name", ("small-k3-fp16", "small-mixed-35"))

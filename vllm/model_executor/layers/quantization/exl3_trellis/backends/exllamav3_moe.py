@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Provider `exllamav3` of routed experts: the parity path, exllamav3's `exl3_moe` on a chunk of rows at a time.
+"""Provider `exllamav3` of routed experts: the parity path, exllamav3's `exl3_moe`.
 
-Its kernel spins on barriers that need all its blocks on the card at once, and every kernel of the library on a card
-shares one buffer of locks: it runs alone, on one stream, and never inside a CUDA graph.  It adds an expert's outputs
-in the order in which they finish, so the last bits differ from run to run.
-Does not serve what that kernel refuses: the 3inst codebook, several codebooks in one expert, an unpadded middle.
+One launch serves every expert, up to a block of rows each; an expert with more gets more launches.  The kernel spins on
+barriers that need all its blocks on the card at once, and every kernel of the library on a card shares one buffer of
+locks: it runs alone, on one stream, and never inside a CUDA graph.  It adds an expert's outputs in the order in which
+they finish, so the last bits differ from run to run.
+Does not serve what that kernel refuses: the 3inst codebook, several codebooks in one expert; nor a padded middle.
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ SIDES = ("suh", "svh")
 
 @dataclass(frozen=True, kw_only=True)
 class ParityMoePlan:
-    """Rows in chunks; the arena holds what one chunk needs."""
+    """The arena holds the rows of a call, and what the experts that run at once work in."""
 
     query: MoeQuery
-    chunk: int  # rows
+    rows: int  # most of a call
+    block: int  # most rows of one expert in one launch
     groups: int  # experts at once
     workspace_bytes: int
 
@@ -109,16 +111,16 @@ def _tiers(query: MoeQuery) -> list[tuple[Tier, tuple[int, ...]]]:
     return [(kind, tuple(experts)) for kind, experts in sorted(found.items())]
 
 
-def _layout(query: MoeQuery, rows: int, groups: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Every buffer of a chunk.  One expert may get all rows."""
+def _layout(query: MoeQuery, rows: int, block: int, groups: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Every buffer of a call."""
     half = torch.float16
     return {
         "x": ((rows, query.k), half),
         "sum": ((rows, query.k), torch.float32),
-        "gate_in": ((groups, rows, query.k), half),
-        "up_in": ((groups, rows, query.k), half),
-        "gate_out": ((groups, rows, query.width), half),
-        "up_out": ((groups, rows, query.width), half),
+        "gate_in": ((groups, block, query.k), half),
+        "up_in": ((groups, block, query.k), half),
+        "gate_out": ((groups, block, query.width), half),
+        "up_out": ((groups, block, query.width), half),
     }
 
 
@@ -127,10 +129,10 @@ def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def plan(query: MoeQuery, device: Device, window: Window) -> ParityMoePlan:
-    """Chunks of a block of the window; as many experts at once as the card has room for their blocks."""
-    groups, chunk = max(1, device.sms // BLOCKS_PER_EXPERT), min(window.rows, window.block)
-    size = sum(_bytes(*each) for each in _layout(query, chunk, groups).values())
-    return ParityMoePlan(query=query, chunk=chunk, groups=groups, workspace_bytes=size)
+    """As many experts at once as the card has room for their blocks, a block of the window's rows each."""
+    groups, block = max(1, device.sms // BLOCKS_PER_EXPERT), min(window.rows, window.block)
+    size = sum(_bytes(*each) for each in _layout(query, window.rows, block, groups).values())
+    return ParityMoePlan(query=query, rows=window.rows, block=block, groups=groups, workspace_bytes=size)
 
 
 def prepare(query: MoeQuery, weights: tuple[ExpertSlice, ...]) -> dict[str, torch.Tensor]:
@@ -176,66 +178,62 @@ def run(
     topk_ids: torch.Tensor,
     y: torch.Tensor,
 ) -> None:
-    """Fill y [m, hidden] from x [m, hidden] and the routing [m, top_k], a chunk at a time.
+    """Fill y [m, hidden] from x [m, hidden] and the routing [m, top_k].  Waits for the device, to count launches.
 
     Raises:
         RuntimeError: inside a CUDA graph capture.
     """
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("backend exllamav3 cannot be captured into a CUDA graph: use --enforce-eager")
-    for start in range(0, x.shape[0], plan.chunk):
-        cut = slice(start, start + plan.chunk)
-        _chunk(plan, prepared, arena, x[cut], topk_weights[cut], topk_ids[cut].long(), y[cut])
-
-
-def _chunk(
-    plan: ParityMoePlan,
-    prepared: Mapping[str, torch.Tensor],
-    arena: torch.Tensor,
-    x: torch.Tensor,
-    topk_weights: torch.Tensor,
-    ids: torch.Tensor,
-    y: torch.Tensor,
-) -> None:
     query, m = plan.query, x.shape[0]
     buffers = views(plan, arena)
     a, total = buffers["x"][:m], buffers["sum"][:m].zero_()
     a[:, : query.hidden].copy_(x)
     a[:, query.hidden :].zero_()
-    for route, rates, book in routes(query, prepared, topk_weights, ids):
+    for part in launches(plan, prepared, topk_weights, topk_ids.long()):
         for index in range(query.slices):
-            launch(query, prepared, index, a, total, route, buffers, rates, book)
+            launch(query, prepared, index, a, total, buffers, part)
     y.copy_(total[:, : query.hidden])
 
 
 def views(plan: ParityMoePlan, arena: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The buffers of a chunk inside the arena."""
+    """The buffers inside the arena."""
     found, start = {}, 0
-    for key, (shape, dtype) in _layout(plan.query, plan.chunk, plan.groups).items():
+    for key, (shape, dtype) in _layout(plan.query, plan.rows, plan.block, plan.groups).items():
         found[key] = arena[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
         start += _bytes(shape, dtype)
     return found
 
 
-Routes = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Experts of one tier, with at most a block of rows each."""
+
+    counts: torch.Tensor  # [experts + 1] i64: routes of each expert; the last is not looked at
+    rows: torch.Tensor  # [routes] i64, by expert
+    weights: torch.Tensor  # [routes] f16
+    rates: tuple[float, ...]  # of gate, up and down
+    codebook: str
 
 
-def routes(
-    query: MoeQuery, prepared: Mapping[str, torch.Tensor], topk_weights: torch.Tensor, ids: torch.Tensor
-) -> Iterator[tuple[Routes, tuple[float, ...], str]]:
-    """For each tier: its experts' routes, rates of gate, up and down, and codebook.
-
-    The routes are counts [experts + 1] i64, rows [m * top_k] i64 and weights [m * top_k] f16, both by expert; what is
-    not this tier's comes last, and is counted last.
-    """
+def launches(
+    plan: ParityMoePlan, prepared: Mapping[str, torch.Tensor], topk_weights: torch.Tensor, ids: torch.Tensor
+) -> Iterator[Launch]:
+    """What to launch for a routing [m, top_k]: each tier, and of it every expert's n-th block of rows together."""
+    experts, scores = plan.query.experts, topk_weights.flatten()
     known, nobody = ids.clamp(0).flatten(), (ids < 0).flatten()
-    for row, ((rates, books), _) in enumerate(_tiers(query)):
-        keys = prepared["tiers"][row][known].masked_fill(nobody, query.experts)
+    for row, ((rates, books), _) in enumerate(_tiers(plan.query)):
+        keys = prepared["tiers"][row][known].masked_fill(nobody, experts)
         order = keys.argsort(stable=True)
-        experts = torch.arange(query.experts + 1, device=keys.device)
-        ends = torch.searchsorted(keys[order], experts, right=True)
-        counts = ends.diff(prepend=ends.new_zeros(1))
-        yield (counts, order // query.top_k, topk_weights.flatten()[order].half()), rates, books[0]
+        found = keys[order]
+        starts = torch.searchsorted(found, found)  # where the routes of the same expert begin
+        blocks = (torch.arange(len(found), device=found.device) - starts) // plan.block
+        blocks = blocks.masked_fill(found == experts, -1)
+        for block in range(int(blocks.max()) + 1):
+            mine = order[blocks == block]
+            counts = torch.bincount(keys[mine], minlength=experts + 1)
+            rows = mine // plan.query.top_k
+            yield Launch(counts=counts, rows=rows, weights=scores[mine].half(), rates=rates, codebook=books[0])
 
 
 def addresses(prepared: Mapping[str, torch.Tensor], index: int) -> list[torch.Tensor]:
@@ -253,28 +251,30 @@ def launch(
     index: int,
     a: torch.Tensor,
     total: torch.Tensor,
-    route: Routes,
     buffers: Mapping[str, torch.Tensor],
-    rates: tuple[float, ...],
-    book: str,
+    part: Launch,
 ) -> None:
-    """Add one slice of one tier's experts to total [m, k] f32, from a [m, k] f16."""
+    """Add one slice of the experts of a launch to total [m, k] f32, from a [m, k] f16."""
     import exllamav3_ext
 
     temps = [buffers[key] for key in ("gate_in", "up_in", "gate_out", "up_out")]
     tables = addresses(prepared, index)
-    flags: list[Any] = [book == "mcg", book == "mul1"] * 3
-    no_limit, all_active, no_scratch, counts = 0.0, -1, (None, None), (1, a.shape[0], 16)  # rows: fewest, most, a tile
+    flags: list[Any] = [part.codebook == "mcg", part.codebook == "mul1"] * 3
+    most = buffers["gate_in"].shape[1]
+    no_limit, all_active, no_scratch, counts = 0.0, -1, (None, None), (1, most, 16)  # rows: fewest, most, a tile
     rest = (*flags, no_limit, all_active, *no_scratch, *counts)
-    exllamav3_ext.exl3_moe(a, total, *route, *temps, SILU, *rates, *tables, *rest)
+    route = (part.counts, part.rows, part.weights)
+    exllamav3_ext.exl3_moe(a, total, *route, *temps, SILU, *part.rates, *tables, *rest)
 
 
 def warm(plan: ParityMoePlan, prepared: Mapping[str, torch.Tensor], arena: torch.Tensor) -> int:
-    """One row, so that the kernels of every tier are loaded."""
+    """One row of one expert of each tier, so that the kernel that serves it is loaded."""
     query, device = plan.query, arena.device
     x = torch.zeros(1, query.hidden, dtype=getattr(torch, query.io_dtype), device=device)
-    ids = torch.full((1, query.top_k), -1, dtype=torch.int32, device=device)
-    run(plan, prepared, arena, x, torch.zeros_like(ids, dtype=torch.float32), ids, torch.empty_like(x))
+    for _, experts in _tiers(query):
+        ids = torch.full((1, query.top_k), -1, dtype=torch.int32, device=device)
+        ids[0, 0] = experts[0]
+        run(plan, prepared, arena, x, torch.zeros_like(ids, dtype=torch.float32), ids, torch.empty_like(x))
     torch.cuda.synchronize(device)
     return len(_tiers(query))
 
