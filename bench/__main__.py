@@ -9,6 +9,7 @@ import sys
 MEASUREMENTS = {
     "decode": "decode speed of a whole engine against bf16 and exllamav3 on one GPU",
     "linear": "dense EXL3 products against exllamav3, bf16 and FP8 on one GPU",
+    "loading": "loading a rank-sliced checkpoint on one GPU, against repacking experts afterwards",
     "moe": "a layer of routed experts against b12x, exllamav3 and bf16 on one GPU",
     "prefill_ab": "prefill of a whole engine, with only VLLM_EXL3_PREFILL_TRELLIS flipped",
 }
