@@ -72,12 +72,13 @@ def engine(folder: Path, *, keep: bool) -> Iterator[str]:
         _wait(host, daemon, folder / "log")
         yield host
     finally:
-        impatient = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        impatient = {each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGINT, signal.SIGTERM)}
         _stop(daemon)
         _unmount(folder)
         if not keep:
             shutil.rmtree(folder)
-        signal.signal(signal.SIGINT, impatient)
+        for each, handler in impatient.items():
+            signal.signal(each, handler)
 
 
 def _stop(daemon: subprocess.Popen[bytes]) -> None:

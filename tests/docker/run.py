@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -63,7 +64,13 @@ class Bench:
         return done
 
 
+def stop(signal_number: int, _frame: object) -> None:
+    raise SystemExit(f"test-image: stopped by {signal.Signals(signal_number).name}")
+
+
 def main() -> int:
+    for each in (signal.SIGINT, signal.SIGTERM):  # a shell starts what it puts in the background deaf to ^C
+        signal.signal(each, stop)
     if reason := engine.why_not():
         print(f"test-image: not run, for {reason}")
         return 1 if os.environ.get("CI") else 0
