@@ -15,7 +15,7 @@ from release import fetch, verify
 from release.errors import ReleaseError
 from release.pins import Pins, read_pins
 
-DOCKERFILE, COMPILE_STAGE = "docker/Dockerfile", "compile-cuda"
+DOCKERFILE, COMPILE_STAGES = "docker/Dockerfile", ("compile-cuda", "extension")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ def build(root: Path, order: Order, *, only_print: bool = False) -> Iterator[str
     if shutil.which("docker") is None:
         raise ReleaseError("docker: not found; an install without it is described in README.md")
     yield from verify.verify(root, [])
-    only_compile = order.stage == COMPILE_STAGE
+    only_compile = order.stage in COMPILE_STAGES
     given = {"only_compile": only_compile, "exllamav3": order.exllamav3}
     yield from fetch.fetch(root, order.target, order.python, order.torch, **given)
     done = subprocess.run(command(root, pins, order), cwd=root, env=_environment(), check=False)

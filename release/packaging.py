@@ -21,7 +21,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         command.add_argument("--exllamav3", action="store_true", help="also exllamav3's extension, hours of compiling")
     order.add_argument("--base", metavar="IMAGE", help="base image in place of the pinned one; needs --python")
     order.add_argument("--tag", default="", help="name of the image (default: exl3-vllm:VERSION)")
-    order.add_argument("--stage", default="", help="stop after a stage of the Dockerfile, say compile-cuda")
+    order.add_argument("--stage", default="", help="stop after a stage of the Dockerfile, say extension")
     order.add_argument("--print", dest="only_print", action="store_true", help="show the command, run nothing")
     order.add_argument(
         "--docker-option", dest="options", action="append", default=[], metavar="OPTION",

@@ -57,6 +57,16 @@ def run(*command: str, **environment: str) -> None:
     subprocess.run(command, env=os.environ | environment, check=True)
 
 
+def heed_signals() -> None:
+    """Lets ^C and kill end the program through its `finally` clauses."""
+
+    def stop(number: int, _frame: object) -> None:
+        raise SystemExit(f"stopped by {signal.Signals(number).name}")
+
+    for each in (signal.SIGINT, signal.SIGTERM):  # a shell starts what it puts in the background deaf to ^C
+        signal.signal(each, stop)
+
+
 @contextmanager
 def engine(folder: Path, *, keep: bool) -> Iterator[str]:
     """Starts dockerd below `folder`; yields its DOCKER_HOST; stops it and, unless it is kept, removes the folder."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -29,7 +28,7 @@ import twice
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / ".cache"
-TAG, TAG_CUDA, TAG_COMPILE = "exl3-vllm:test-cpu", "exl3-vllm:test-cuda", "exl3-vllm:test-compile"
+TAG, TAG_CUDA = "exl3-vllm:test-cpu", "exl3-vllm:test-cuda"
 DRIVER_MESSAGE = "could not select device driver"  # what Docker says of a GPU reservation without a GPU
 STOP_SECONDS = 15
 
@@ -64,13 +63,8 @@ class Bench:
         return done
 
 
-def stop(signal_number: int, _frame: object) -> None:
-    raise SystemExit(f"test-image: stopped by {signal.Signals(signal_number).name}")
-
-
 def main() -> int:
-    for each in (signal.SIGINT, signal.SIGTERM):  # a shell starts what it puts in the background deaf to ^C
-        signal.signal(each, stop)
+    engine.heed_signals()
     if reason := engine.why_not():
         print(f"test-image: not run, for {reason}")
         return 1 if os.environ.get("CI") else 0
@@ -265,19 +259,29 @@ REFUSALS: dict[str, Callable[[Bench], None]] = {
 
 
 def compiled(bench: Bench, base: str) -> None:
-    order = ("--target=cuda", "--stage=compile-cuda")
-    build(bench, base, *order, f"--tag={TAG_COMPILE}")
-    if os.environ.get("TWICE") == "1":
-        built_twice(bench, base, TAG_COMPILE, *order, only="extension/")
+    """The extension, once or twice, and the wheel with it: each time the same bytes."""
+    times = 2 if os.environ.get("TWICE") == "1" else 1
+    made: list[tuple[Path, bytes, bytes]] = []
+    for number in range(times):
+        folder = bench.folder / f"extension-{number}"
+        again = ["--docker-option=--no-cache"] if number else []
+        build(bench, base, "--target=cuda", "--stage=extension", f"--docker-option=--output={folder}", *again)
+        [library] = folder.iterdir()
+        command = [sys.executable, "-m", "release", "compose", "--target=cuda", f"--extension={library}"]
+        subprocess.run([*command, f"--out={folder / 'wheel'}"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        [wheel] = (folder / "wheel").iterdir()
+        made.append((wheel, library.read_bytes(), wheel.read_bytes()))
+    with step(f"CUDA: {made[0][0].name} built {times} times"):
+        assert len({library for _, library, _ in made}) == 1, "two builds of the extension differ"
+        assert len({wheel for _, _, wheel in made}) == 1, "two builds of the wheel differ"
 
 
-def built_twice(bench: Bench, base: str, tag: str, *order: str, only: str = "") -> None:
-    """Builds the image of `tag` again, from nothing but its base, and holds every file below `only` to the first."""
+def built_twice(bench: Bench, base: str, tag: str, *order: str) -> None:
+    """Builds the image of `tag` again, from nothing but its base, and holds every file to the first's."""
     build(bench, base, *order, f"--tag={tag}-again", "--docker-option=--no-cache")
     with step(f"{tag}: two builds are the same"):
         first, second = (
-            twice.read_image([engine.CLIENT], bench.environment, name, bench.folder, only)
-            for name in (tag, f"{tag}-again")
+            twice.read_image([engine.CLIENT], bench.environment, name, bench.folder) for name in (tag, f"{tag}-again")
         )
         print(f"    {twice.require_same(first, second)}")
 

@@ -35,23 +35,23 @@ class Image:
     dates: tuple[Mapping[str, float], ...]
 
 
-def read_image(docker: Sequence[str], environment: Mapping[str, str], tag: str, folder: Path, only: str) -> Image:
+def read_image(docker: Sequence[str], environment: Mapping[str, str], tag: str, folder: Path) -> Image:
     """Saves the image below `folder`, where it takes its own size for a while, and reads it."""
     path = folder / "image.tar"
     try:
         with path.open("wb") as stream:
             subprocess.run([*docker, "save", tag], env=dict(environment), stdout=stream, check=True)
-        return read_saved(path, only)
+        return read_saved(path)
     finally:
         path.unlink(missing_ok=True)
 
 
-def read_saved(path: Path, only: str) -> Image:
-    """The image in a file that `docker save` wrote; of its files, those whose path begins with `only`."""
+def read_saved(path: Path) -> Image:
+    """The image in a file that `docker save` wrote."""
     with tarfile.open(path) as archive:
         [entry] = json.load(_member(archive, "manifest.json"))
         configuration = json.load(_member(archive, entry["Config"]))["config"]
-        read = [_read_layer(_member(archive, name), only) for name in entry["Layers"]]
+        read = [_read_layer(_member(archive, name)) for name in entry["Layers"]]
     return Image(
         configuration={name: configuration.get(name) for name in _CONFIGURATION},
         layers=tuple(files for files, _ in read), dates=tuple(dates for _, dates in read),
@@ -65,12 +65,10 @@ def _member(archive: tarfile.TarFile, name: str) -> BinaryIO:
     return cast(BinaryIO, stream)
 
 
-def _read_layer(stream: BinaryIO, only: str) -> tuple[dict[str, File], dict[str, float]]:
+def _read_layer(stream: BinaryIO) -> tuple[dict[str, File], dict[str, float]]:
     files, dates = {}, {}
     with tarfile.open(fileobj=stream, mode="r|") as archive:
         for member in archive:
-            if not member.name.startswith(only):
-                continue
             content = archive.extractfile(member) if member.isreg() else None
             files[member.name] = File(
                 kind=member.type.decode(), mode=member.mode, owner=(member.uid, member.gid), link=member.linkname,
