@@ -77,9 +77,13 @@ def smollm2() -> Path:
 
 @pytest.fixture
 def caplog_vllm(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """caplog that hears vLLM, whose logger does not pass its records on."""
+    """caplog that hears vLLM, whose logger does not pass its records on and drops handlers when it is configured."""
     import logging
 
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging
+
+    configure_logging(LoggingConfig())  # as the first engine of a process would
     logger = logging.getLogger("vllm")
     logger.addHandler(caplog.handler)
     yield caplog
