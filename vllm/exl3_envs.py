@@ -71,7 +71,7 @@ KNOBS: tuple[Knob, ...] = (
         parse=_one_of(*BACKENDS),
         wanted="one of " + ", ".join(BACKENDS),
         default="auto",
-        help="kernel provider for every EXL3 layer; auto takes the best that can run",
+        help="kernel provider of every EXL3 layer that it has kernels for; auto takes the best that can run",
         compiled=True,
     ),
     Knob(
