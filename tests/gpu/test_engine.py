@@ -45,11 +45,16 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Life]:
     made = checkpoints.make(["small", "wide"], folder)
     half = {"dtype": "float16"}
     eager = half | {"enforce_eager": True}
-    small = {"graphs": (half, {}), "eager": (eager, {}), "torch": (eager, {"VLLM_EXL3_BACKEND": "torch"})}
     plans = {
-        name: Plan(model=made["small"], steps=[SAY, ("score", {"texts": PROMPTS[:2]})], options=options, env=env)
-        for name, (options, env) in small.items()
+        name: Plan(model=made["small"], steps=[SAY, ("score", {"texts": PROMPTS[:2]})], options=options)
+        for name, options in (("graphs", half), ("eager", eager))
     }
+    plans["torch"] = Plan(
+        model=made["small"],
+        steps=[SAY, ("score", {"texts": PROMPTS[:2]}), *NAPS[3:]],
+        options=eager | {"enable_sleep_mode": True},
+        env={"VLLM_EXL3_BACKEND": "torch"},
+    )
     texts = json.loads(WIDE_BY_CPU.read_text())["texts"]
     plans["wide"] = Plan(
         model=made["wide"],
@@ -127,6 +132,10 @@ def test_graphs_change_nothing(lives):
 def test_native_agrees_with_the_torch_provider(lives):
     ours, theirs = (torch.tensor(flat(lives[name][1]["logprobs"])) for name in ("graphs", "torch"))
     torch.testing.assert_close(ours, theirs, atol=0.02, rtol=0)
+
+
+def test_the_torch_provider_says_the_same_after_losing_the_weights(lives):
+    assert lives["torch"][-1]["said"] == lives["torch"][0]["said"]
 
 
 def test_nothing_is_compiled_or_loaded_once_ready(life):

@@ -13,6 +13,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 
@@ -32,9 +35,35 @@ from .layout import BLOCK, TILE, Span, check_span, positions_by_place, state_sta
 # third of the time on a 2-core CPU against 16 times as many; smaller pieces lose it again to the cost of each call.
 CHUNK_WEIGHTS = 1 << 20
 CPU = torch.device("cpu")
+Table = TypeVar("Table")
 
 
-@functools.cache
+def _kept(make: Callable[..., Table]) -> Callable[..., Table]:
+    """Cache the tables that `make` makes, by its arguments, in ordinary memory of their device.
+
+    Whoever asks first may be inside a memory pool: what is in vLLM's pool of weights is lost when it sleeps. Torch's
+    pools take the allocations of one thread, so another thread makes what is on a GPU.
+    """
+
+    @functools.cache
+    @functools.wraps(make)
+    def kept(*arguments: Hashable) -> Table:
+        devices = [one for one in arguments if isinstance(one, torch.device) and one.type == "cuda"]
+        if not devices:
+            return make(*arguments)
+
+        def made() -> Table:
+            table = make(*arguments)
+            torch.cuda.current_stream(devices[0]).synchronize()  # the caller's stream does not wait for this one
+            return table
+
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(made).result()
+
+    return kept
+
+
+@_kept
 def value_table(name: str, device: torch.device = CPU) -> torch.Tensor:
     """fp16 [65536] on `device`: the value of every state of codebook `name`."""
     book = CODEBOOKS[name]
@@ -55,7 +84,7 @@ def _fp16_of_bits(bits: torch.Tensor) -> torch.Tensor:
     return torch.where(bits < 1 << 15, bits, bits - (1 << 16)).to(torch.int16).view(torch.float16)
 
 
-@functools.cache
+@_kept
 def _windows(rate: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """For each place of a tile, row-major: [256] index of the 16-bit word its state starts in, [256, 1] right shift.
 
@@ -99,7 +128,7 @@ def _decode(trellis: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tenso
     return values.reshape(tile_rows * TILE, tile_columns * TILE)
 
 
-@functools.cache
+@_kept
 def _table_as(name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """`value_table` in another dtype: converting 65,536 values is cheaper than converting a matrix."""
     return value_table(name, device).to(dtype)
@@ -125,7 +154,7 @@ def _chunks(trellis: torch.Tensor) -> list[tuple[Span, Span]]:
     ]
 
 
-@functools.cache
+@_kept
 def hadamard_matrix(dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> torch.Tensor:
     """[128, 128] `dtype` of +1 and -1: the Sylvester Hadamard matrix, symmetric, 128 times its own inverse.
 
