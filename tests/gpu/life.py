@@ -28,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 READY, RESULTS = "LIFE-READY", "LIFE-RESULTS "
 KV_BYTES = 2 << 30
-TIMEOUT = 240.0  # seconds for a start, and for all steps
+TIMEOUT = float(os.environ.get("LIFE_SECONDS", "240"))  # for a start, and for all steps
 
 Step = tuple[str, dict[str, Any]]
 
