@@ -134,7 +134,7 @@ def test_a_provider_that_disagrees_stops_the_start_by_name(engine, make, recorde
 
 def test_path_of_every_layer_is_logged(engine, make, recorded, caplog_vllm, monkeypatch):
     monkeypatch.setenv("VLLM_EXL3_LOG_PATH_SELECTION", "1")
-    engine(make(QWEN))
+    engine(make(QWEN), dtype="bfloat16")
     paths = "decode by recording, prefill by recording, parity by torch"
     for layer in range(2):
         start = f"model.layers.{layer}.mlp.experts (target): {paths}: "

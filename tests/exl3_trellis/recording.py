@@ -63,6 +63,7 @@ class Recording:
         return plan
 
     def prepare(self, query: MoeQuery, weights: tuple[ExpertSlice, ...]) -> dict[str, torch.Tensor]:
+        assert torch.get_default_dtype() == torch.float32
         self.prepared += 1
         return torch_moe.prepare(query, weights) if self.decoded is None else self.decoded
 
@@ -84,6 +85,7 @@ class Recording:
         return 2
 
     def check(self, query: MoeQuery, device: torch.device) -> None:
+        assert torch.get_default_dtype() == torch.float32
         self.checked.append(query)
         if self.disagrees:
             raise NoBackendError(f"{self.name}: {query} disagrees with the reference")

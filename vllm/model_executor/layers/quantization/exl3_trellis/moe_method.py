@@ -16,6 +16,7 @@ from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.utils.torch_utils import set_default_torch_dtype
 
 from .backends import MoeBackend, moe_candidates
 from .expert_intake import (
@@ -152,6 +153,11 @@ class EXL3MoEMethod(FusedMoEMethodBase):
             make_up_experts(layer, self.spec)
         else:
             require_all_experts(layer)
+        with set_default_torch_dtype(torch.float32):  # vLLM loads under the model's, providers expect torch's own
+            self._plan(layer)
+        self.on_prepared()
+
+    def _plan(self, layer: RoutedExperts) -> None:
         query: MoeQuery = layer.exl3_query
         where = held_params(layer)[0][1].device
         device = Device.of(where)
@@ -185,7 +191,6 @@ class EXL3MoEMethod(FusedMoEMethodBase):
         if envs.VLLM_EXL3_LOG_PATH_SELECTION:
             paths = ", ".join(f"{name} by {route.backend.name}" for name, route in routes.items())
             logger.info("%s (%s): %s: %s", layer.layer_name, layer.exl3_owner.role, paths, query)
-        self.on_prepared()
 
     def _prepare(self, layer: RoutedExperts, providers: Sequence[MoeBackend]) -> dict[str, dict[str, str]]:
         """Hand the slabs to each provider; its tensors become parameters, one where several hold the same.
