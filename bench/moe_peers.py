@@ -111,7 +111,7 @@ def native_calls(layer: Layer, inputs: Sequence[Input]) -> Calls:
     if provider is None:
         raise RuntimeError("backends/native_moe.py is not there")
     block = DECODE_BLOCK if inputs[0].x.shape[0] <= DECODE_ROWS else PREFILL_BLOCK
-    return planned(provider, block, layer, inputs)  # type: ignore[arg-type]
+    return planned(provider, block, layer, inputs)
 
 
 def b12x_calls(layer: Layer, inputs: Sequence[Input]) -> Calls:
@@ -122,7 +122,7 @@ def b12x_calls(layer: Layer, inputs: Sequence[Input]) -> Calls:
     block = DECODE_BLOCK
     if rows > DECODE_ROWS:
         block = select_route_block_size_m(rows, layer.query.top_k, layer.query.experts)
-    return planned(b12x, block, layer, inputs)  # type: ignore[arg-type]
+    return planned(b12x, block, layer, inputs)
 
 
 def exl3_moe_calls(layer: Layer, inputs: Sequence[Input]) -> Calls:
@@ -131,7 +131,7 @@ def exl3_moe_calls(layer: Layer, inputs: Sequence[Input]) -> Calls:
     ok, why = exllamav3_moe.can_run(query, Device.of(layer.device))
     if not ok:
         raise RuntimeError(why)
-    prepared = layer.prepared(exllamav3_moe)  # type: ignore[arg-type]
+    prepared = layer.prepared(exllamav3_moe)
     window = Window(name="parity", rows=rows, block=min(rows, PARITY_BLOCK))
     plan = exllamav3_moe.plan(query, Device.of(layer.device), window)
     arena = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=layer.device)
@@ -159,7 +159,7 @@ def coop_calls(layer: Layer, inputs: Sequence[Input]) -> Calls:
     slots = rows * query.top_k
     if slots > COOP_SLOTS or len(query.rates) != 1:
         raise RuntimeError(f"takes {COOP_SLOTS} routes and one rate")
-    prepared = layer.prepared(exllamav3_moe)  # type: ignore[arg-type]
+    prepared = layer.prepared(exllamav3_moe)
     addresses = exllamav3_moe.addresses(prepared, 0)
     half = {"dtype": torch.float16, "device": layer.device}
     single = {"dtype": torch.float32, "device": layer.device}

@@ -140,7 +140,7 @@ def measure(options: argparse.Namespace) -> Figures:
     words, vocabulary = random.Random(0), llm.llm_engine.model_config.get_vocab_size()
 
     def answer(length: int, tokens: int) -> tuple[float, list[int]]:
-        prompt = {"prompt_token_ids": [words.randrange(5, vocabulary) for _ in range(length)]}
+        prompt: Any = {"prompt_token_ids": [words.randrange(5, vocabulary) for _ in range(length)]}
         params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False)
         began = time.perf_counter()
         (result,) = llm.generate([prompt], params, use_tqdm=False)

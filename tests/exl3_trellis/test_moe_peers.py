@@ -134,6 +134,21 @@ def test_routings(name, rows):
         assert counts.tolist() == [9] * 4 + [0] * 12
 
 
+def test_nothing_depends_on_the_default_dtype():
+    """vLLM loads models under one of 16 bits."""
+    layer = SMALL["mixed"]
+    (part,) = random_experts(layer, CPU)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        (again,) = random_experts(layer, CPU)
+        prepared = b12x.prepare(layer, (again,))
+        exllamav3_moe.prepare(layer, (again,))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(part.w13_svh, again.w13_svh)
+    assert prepared["ones"].dtype == torch.float32
+
+
 def test_few_experts_show_every_kind():
     few = few_experts(MIXED)
     assert few.w1.rates == (3.0, 4.0) * 4
