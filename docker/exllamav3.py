@@ -53,15 +53,12 @@ def compile_extension(folder: Path) -> Path:
 
     chosen = own_choice(folder)
     sources = folder / "exllamav3" / NAME
-    stubs, build = folder / "lib", folder / "build"
-    stubs.mkdir()
+    build = folder / "build"
     build.mkdir()
-    for library in (cuda / "lib").glob("*.so.*"):  # wheels have no plain names, which a linker looks for
-        (stubs / f"{library.name.partition('.so')[0]}.so").symlink_to(library)
     cpp_extension.load(
         name=NAME, sources=chosen.extension_sources(str(sources)), extra_include_paths=[str(sources)],
         extra_cflags=["-O3"], extra_cuda_cflags=chosen.cuda_cflags(str(cuda)),
-        extra_ldflags=[f"-L{stubs}", "-s"], build_directory=str(build), verbose=True,
+        extra_ldflags=["-s"], build_directory=str(build), verbose=True,
     )  # fmt: skip
     return build / f"{NAME}.so"
 

@@ -82,6 +82,7 @@ def _compiler() -> Path:
             tool_python(ROOT), "install", "--quiet", "--no-deps", "--require-hashes", "--only-binary=:all:",
             f"--target={folder}", f"--requirement={listing}",
         )  # fmt: skip
+        subprocess.run(["sh", ROOT / "docker" / "link-cuda", folder / "nvidia" / "cu13"], check=True)
         (folder / "complete").touch()
     return folder
 
