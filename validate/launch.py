@@ -76,6 +76,7 @@ def _replace(program: str, plan: Deployment) -> None:
         Path(plan.environment[name]).mkdir(parents=True, exist_ok=True)
     environment = dict(plan.environment)
     packages = Path(sys.prefix, "lib", f"python{sys.version_info.major}.{sys.version_info.minor}", "site-packages")
-    if (packages / "nvidia" / "cu13" / "bin" / "nvcc").exists():  # kernels that compile at run time look for it here
-        environment.setdefault("CUDA_HOME", str(packages / "nvidia" / "cu13"))
+    cuda = packages / "nvidia" / "cu13"
+    if (cuda / "bin" / "nvcc").exists() and (cuda / "lib64").exists():  # as docker/link-cuda leaves it
+        environment.setdefault("CUDA_HOME", str(cuda))  # where kernels that compile at run time look for a compiler
     os.execve(program, plan.command(), environment)
