@@ -25,7 +25,7 @@ from vllm.model_executor.layers.quantization.exl3_trellis.backends import torch_
 from vllm.model_executor.layers.quantization.exl3_trellis.moe_dispatch import Experts, Route
 from vllm.model_executor.layers.quantization.exl3_trellis.moe_plan import Limits, choose_experts, windows
 from vllm.model_executor.layers.quantization.exl3_trellis.moe_startup import startup_of
-from vllm.model_executor.layers.quantization.exl3_trellis.plan import Device, Window
+from vllm.model_executor.layers.quantization.exl3_trellis.plan import Device, NoBackendError, Window
 from vllm.model_executor.layers.quantization.exl3_trellis.scratch import Model, Owner
 
 CPU = Device(kind="cpu")
@@ -253,6 +253,22 @@ def test_the_first_rows_warm_every_plan_of_the_owner_and_no_other(caplog):
     assert lines[0].startswith("EXL3 experts of the target, decode: recording, 2 layers; 2 to 4 rows, 8 a block; works")
     assert "2 specialisations loaded in 0.0 s" in lines[1]
     assert lines[2].startswith("EXL3 experts of the target, parity: torch, 2 layers; 1 to 1 rows, 3 a block; ")
+
+
+def test_every_provider_is_checked_once_for_each_kind_of_layer():
+    plans, parity = both()
+    model = Model()
+    for role in ("target", "draft"):
+        for layer in [planned(owner_of(model, role), (plans, parity)) for _ in range(2)]:
+            layer(*activations(3))
+    assert len(plans.checked) == len(parity.checked) == 1
+    assert plans.checked[0].experts == SPEC.count
+    plans.disagrees = True
+    another = planned(owner_of(), (plans, parity))
+    for _ in range(2):  # it stays refused
+        with pytest.raises(NoBackendError, match="recording: 4 experts .* disagrees with the reference"):
+            another(*activations(3))
+    assert not another.experts.startup.ready
 
 
 def test_the_log_says_why_others_were_passed_over(caplog):

@@ -30,12 +30,11 @@ from .expert_names import HeldExperts
 from .experts import ExpertsSpec
 from .layout import padded
 from .moe_dispatch import Experts, Route
-from .moe_plan import Limits, choose_experts, kernels_of, require_limits, windows
+from .moe_plan import Limits, choose_experts, require_limits, windows
 from .moe_startup import startup_of
 from .plan import Activation, Bank, Device, MoeQuery
 from .role import capacity_of
 from .safetensors_headers import CheckpointError
-from .scratch import Model
 from .slabs import local_parts
 
 if TYPE_CHECKING:
@@ -142,10 +141,10 @@ class EXL3MoEMethod(FusedMoEMethodBase):
         )
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """Choose the layer's providers, check them on this device, plan, and hand them the loaded slabs.
+        """Choose the layer's providers, plan, and hand them the loaded slabs.
 
         Raises:
-            NoBackendError: nobody can run the layer, or who can disagrees with the reference.
+            NoBackendError: nobody can run the layer.
         """
         if not held_params(layer):
             return  # prepared already, and nothing was loaded since
@@ -165,8 +164,6 @@ class EXL3MoEMethod(FusedMoEMethodBase):
         choice = choose_experts(query, device, self.providers(), forced, envs.VLLM_EXL3_FUSED)
         served = windows(self.limits, query.max_rows, planned=choice.planned is not None)
         chosen = {window.name: choice.of(window.name) for window in served.all}
-        for backend in {backend.name: backend for backend, _ in chosen.values()}.values():
-            check_once(layer.exl3_owner.model, backend, query, where)
         names = self._prepare(layer, [backend for backend, _ in chosen.values()])
         routes = {
             window.name: Route(
@@ -247,12 +244,6 @@ def _routed_experts(
 @_routed_experts.register_fake
 def _(x: torch.Tensor, *others: object) -> torch.Tensor:
     return torch.empty_like(x)
-
-
-def check_once(model: Model, backend: MoeBackend, query: MoeQuery, device: torch.device) -> None:
-    """The provider's start-up check, for each kind of layer that the model has."""
-    key = ("checked", backend.name, str(device), kernels_of(query))
-    model.keep(key, lambda: backend.check(query, device))
 
 
 def activation_of(layer: RoutedExperts) -> Activation:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Before the first rows of routed experts: one arena for all layers of an owner, and every kernel loaded.
+"""Before the first rows of routed experts: one arena for all layers of an owner, every kernel checked and loaded.
 
 vLLM runs the whole model once, before it counts the memory that is left for its KV cache: the first layer of an owner
 that is called then makes the arena and warms every layer's plans, those too that this run does not reach.  So what live
-requests need is there, and counted.  No vLLM.
+requests need is there, and counted.  Not while weights are loaded: what a library then kept for itself would lie in the
+memory that sleeping empties.  No vLLM.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .moe_plan import kernels_of
 from .scratch import Owner, reserve, scratch
 
 if TYPE_CHECKING:
     from torch.nn import Module
 
+    from .backends import MoeBackend
     from .moe_dispatch import Experts, Route
+    from .plan import MoeQuery
 
 logger = logging.getLogger("vllm.exl3")
 ALIGNMENT = 256  # bytes, of an arena
@@ -55,9 +59,10 @@ class Startup:
                     self.ready = False
 
     def arena(self, owner: Owner) -> torch.Tensor:
-        """[at least `need`] u8 of this lane, microbatch and stream; the first call warms everything.
+        """[at least `need`] u8 of this lane, microbatch and stream; the first call checks and warms everything.
 
         Raises:
+            NoBackendError: a provider disagrees with the reference on this device.
             RuntimeError: the first call came too late.
         """
         if not self.ready:
@@ -83,6 +88,7 @@ class Startup:
                     route = experts.routes[window.name]
                     line = lines[window.name, route.backend.name]
                     line.add(experts, route, window.name)
+                    _check(owner, route.backend, experts.query)
                     if (route.backend.name, route.plan) not in self.warmed:
                         with line.measured(owner.device):
                             line.kernels += route.backend.warm(route.plan, route.prepared(layer._parameters), arena)
@@ -92,6 +98,12 @@ class Startup:
                     "EXL3 experts of the %s, %s: %s, %s", owner.role, window_name, provider, line.text(self.need)
                 )
             self.ready = True
+
+
+def _check(owner: Owner, backend: MoeBackend, query: MoeQuery) -> None:
+    """The provider's start-up check, once for each kind of layer that the model has."""
+    key = ("checked", backend.name, owner.device, kernels_of(query))
+    owner.model.keep(key, lambda: backend.check(query, torch.device(owner.device)))
 
 
 class Line:
