@@ -137,7 +137,10 @@ def cases(options: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
 
     def weight(case: tuple[str, str, int]) -> tuple[bool, bool, int]:
         tier, kind, m = case
-        return kind != "balanced", m not in TELLING_ROWS, list(TIERS).index(tier) if tier in TIERS else -1
+        place = list(TIERS).index(tier) if tier in TIERS else -1
+        telling = m in TELLING_ROWS
+        skewed = kind != "balanced"
+        return not telling, skewed and place > 0, place + skewed
 
     yield from sorted(asked, key=weight)
 

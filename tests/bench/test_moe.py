@@ -19,7 +19,9 @@ def test_the_most_telling_cases_come_first():
     order = list(moe.cases(moe.parse([])))
     assert len(order) == len(set(order)) == 3 * 3 * 11
     assert order[:6] == [("3", "balanced", m) for m in moe.TELLING_ROWS]
-    assert {case[1] for case in order[:33]} == {"balanced"}
+    assert {case for case in order[:30] if case[0] != "3"} == {
+        (tier, "balanced", m) for tier in ("4", "3+4") for m in moe.TELLING_ROWS
+    }
 
 
 def test_the_table_says_how_many_times_ours_each_peer_takes():
