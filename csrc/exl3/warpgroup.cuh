@@ -27,6 +27,12 @@ __device__ __forceinline__ uint64_t matrix_descriptor(SharedAddress x, uint32_t 
   return static_cast<uint64_t>(x >> 4) | static_cast<uint64_t>(along_k >> 4) << 16 | static_cast<uint64_t>(128 >> 4) << 32;
 }
 
+// The same for rows of 64 k in 128 bytes, whose 16-byte chunks are swapped by (address / 128) % 8; rows follow each other,
+// and the first of eight lies at a multiple of 1024. x + 32 is the next 16 k.
+__device__ __forceinline__ uint64_t swizzled_descriptor(SharedAddress x) {
+  return static_cast<uint64_t>(x >> 4) | 1ull << 16 | static_cast<uint64_t>(1024 >> 4) << 32 | 1ull << 62;
+}
+
 // Registers written before are the MMA's to read from here on.
 __device__ __forceinline__ void warpgroup_arrive() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void warpgroup_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

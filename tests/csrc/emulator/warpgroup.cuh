@@ -12,9 +12,18 @@ inline void publish_shared() { emulate::publish_copies(); }
 
 struct MatrixDescriptor {
   SharedAddress x;
-  uint32_t along_k;
+  uint32_t along_k;  // 0: rows of 128 bytes with swapped chunks
+  SharedAddress chunk(int half, int row) const {
+    if (along_k != 0) return x + half * along_k + row / 8 * 128 + row % 8 * 16;
+    const SharedAddress plain = x + half * 16 + row * 128;
+    return plain ^ (plain >> 3 & 0x70);
+  }
 };
 inline MatrixDescriptor matrix_descriptor(SharedAddress x, uint32_t along_k) { return {x, along_k}; }
+inline MatrixDescriptor swizzled_descriptor(SharedAddress x) {
+  if (x % 1024 >= 128) emulate::fail("wgmma: offset %u of swizzled rows, want a multiple of 1024", x);
+  return {x, 0};
+}
 
 struct Product {
   float (*d)[4];
@@ -28,7 +37,7 @@ struct Background {  // of one lane
   size_t finishing = 0;
 };
 
-// One product of all lanes, its x read as 8x8 core matrices: 128 bytes apart along rows, along_k bytes along k.
+// One product of all lanes, its x read as its descriptor says.
 inline void multiply_quarter(const Product* const (&lanes)[emulate::kLanes]) {
   for (int group = 0; group < lanes[0]->groups; ++group) {
     MmaOperands operands[emulate::kLanes];
@@ -36,8 +45,8 @@ inline void multiply_quarter(const Product* const (&lanes)[emulate::kLanes]) {
     for (int lane = 0; lane < emulate::kLanes; ++lane) {
       operands[lane] = {lanes[lane]->d[group], lanes[lane]->a, {}};
       for (int half = 0; half < 2; ++half) {
-        const SharedAddress core = lanes[0]->x.x + half * lanes[0]->x.along_k + group * 128;
-        std::memcpy(&operands[lane].b[half], emulate::published_pointer(core + lane / 4 * 16, 16, "wgmma") + lane % 4 * 4, 4);
+        const SharedAddress chunk = lanes[0]->x.chunk(half, group * 8 + lane / 4);
+        std::memcpy(&operands[lane].b[half], emulate::published_pointer(chunk, 16, "wgmma") + lane % 4 * 4, 4);
       }
       requests[lane] = &operands[lane];
     }

@@ -116,6 +116,6 @@ def candidates(fused: bool = True) -> tuple[Backend, ...]:
 
 def moe_candidates() -> tuple[MoeBackend, ...]:
     """Every provider of routed experts, in the order `auto` tries them."""
-    from . import b12x, exllamav3_moe, torch_moe
+    from . import b12x, exllamav3_moe, native_moe, torch_moe
 
-    return tuple(cast(MoeBackend, module) for module in (b12x, exllamav3_moe, torch_moe))
+    return tuple(cast(MoeBackend, module) for module in (native_moe, b12x, exllamav3_moe, torch_moe))

@@ -1,0 +1,74 @@
+// Where everything of one call lies in its arena: one place for every size.
+//
+// Routes are sorted by expert. A block is up to row_tile neighbouring routes of one expert within one window of `window`
+// routes; gate and up run window by window, so that their inputs and sums need memory for one window only, and down
+// runs over ranges of columns, whose sums take the memory of the inputs. How many passes there are follows from m.
+//
+// Sums lie row by row in the order of the tensor cores: of each tile's 16 channels, place 2g + h holds channel g + 8h.
+#pragma once
+
+#include "mma.cuh"
+#include "moe.h"
+
+namespace exl3 {
+
+// A block of the grouped products; what a product must know of it in three loads.
+struct alignas(16) MoeBlock {
+  int expert, start, count, unused;  // routes [start, start + count) of the sorted list
+  int64_t weights[4];                // the expert's entries of the table: gate, up, down
+};
+
+struct alignas(8) Route {
+  int route, expert;  // route: row * top_k + slot
+};
+
+struct MoeArena {
+  int64_t header;   // int [2 + passes]: routes that are somebody's; then the first block of each window, then of none
+  int64_t blocks;   // MoeBlock []
+  int64_t sorted;   // Route [routes]
+  int64_t places;   // int [routes]: place of each route in the sorted list, -1: nobody's
+  int64_t inputs;   // [source rows][slice][gate, up][k] fp16, each twice in the decode plan: see kTwice
+  int64_t outputs;  // [routes][slice][down_columns] fp32 in the decode plan, else fp16: in place of the inputs
+  int64_t sums;     // [parts][window][slice][gate, up][width], types as outputs
+  int64_t middle;   // [routes][slice][width] fp16, each twice in the decode plan
+  int64_t bytes;
+  int routes, windows, window, passes;  // windows: of routes; passes: of columns
+  int twice, sum_bytes;                 // fp16 entries an input takes; bytes of a sum
+
+  __host__ __device__ static int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+  // Whether the inputs belong to rows, not to routes.
+  __host__ __device__ static bool by_row(const MoeArgs& args) { return args.shared_h && !args.weight_on_input; }
+
+  __host__ __device__ explicit MoeArena(const MoeArgs& args) {
+    routes = args.m * args.top_k;
+    window = args.window < routes ? args.window : routes;
+    windows = window ? (routes + args.window - 1) / args.window : 0;
+    passes = (args.k + args.down_columns - 1) / args.down_columns;
+    twice = args.decode && static_cast<Codebook>(args.codebook) != Codebook::kMul1 ? 2 : 1;
+    sum_bytes = args.decode ? 4 : 2;
+    const int64_t source_rows = by_row(args) ? args.m : args.decode ? routes : window;
+    const int64_t input_bytes = source_rows * args.slices * kMatrices * args.k * 2 * twice;
+    const int64_t output_bytes = static_cast<int64_t>(routes) * args.slices * args.down_columns * sum_bytes;
+    // Every tile of 8 rows or more makes fewer blocks than this.
+    const int64_t most_blocks = routes / kDecodeRows + (routes < args.experts ? routes : args.experts) + windows;
+    header = 0;
+    blocks = aligned(4 * (2 + windows));
+    sorted = aligned(blocks + most_blocks * static_cast<int64_t>(sizeof(MoeBlock)));
+    places = aligned(sorted + static_cast<int64_t>(routes) * sizeof(Route));
+    inputs = outputs = aligned(places + 4ll * routes);
+    sums = aligned(inputs + (input_bytes > output_bytes ? input_bytes : output_bytes));
+    middle = aligned(sums + static_cast<int64_t>(args.parts) * window * args.slices * kMatrices * args.width * sum_bytes);
+    bytes = aligned(middle + static_cast<int64_t>(routes) * args.slices * args.width * 2 * twice);
+  }
+};
+
+// Sums of the prefill plan are stored in fp16, divided by a power of two near the growth of a sum of `depth` products
+// with weights of this codebook's spread: then they are as far from fp16's limits as the inputs, which are fp16 too.
+__host__ __device__ inline float sum_scale(const MoeArgs& args, int depth) {
+  float scale = 1.0f;
+  if (!args.decode)
+    for (int size = 1; size < depth; size *= 4) scale *= 0.5f;
+  return scale;
+}
+
+}  // namespace exl3

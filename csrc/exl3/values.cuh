@@ -1,0 +1,27 @@
+// Values as they are stored: fp16, bf16 and fp32.
+#pragma once
+
+#include "exl3.h"
+#include "ptx.cuh"
+
+namespace exl3 {
+
+template <class T>
+__device__ __forceinline__ float to_float(T v) { return static_cast<float>(v); }
+template <>
+__device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
+template <>
+__device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
+
+__device__ __forceinline__ uint32_t pack_half2(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+__device__ __forceinline__ void store(void* y, int64_t at, DataType type, float value) {
+  if (type == DataType::kHalf) static_cast<__half*>(y)[at] = __float2half_rn(value);
+  else if (type == DataType::kBfloat16) static_cast<__nv_bfloat16*>(y)[at] = __float2bfloat16_rn(value);
+  else static_cast<float*>(y)[at] = value;
+}
+
+}  // namespace exl3

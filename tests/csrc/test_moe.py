@@ -1,0 +1,187 @@
+"""Routed experts of csrc/exl3 on the emulated device, through operator `moe`, against float64.
+
+Every product has inputs and sums rounded to fp16 by design; DECODED: and both halves of a weight kept apart. One wrong
+weight, sign or route would be above 1e-2.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.csrc.emulation import load
+from tests.csrc.experts import Call, query, random_call, run, truth
+from tests.csrc.shards import error, same_bytes
+from vllm.model_executor.layers.quantization.exl3_trellis.codebook import CODEBOOKS
+from vllm.model_executor.layers.quantization.exl3_trellis.plan import Activation
+
+FORMATS = [(name, rate) for name, book in CODEBOOKS.items() for rate in book.rates]
+LIMIT = 1e-3
+MIXED = query([(3, 3, 3), (4, 3, 4), (3, 4, 3), (2, 5, 8)])
+PLANS = ("decode", "prefill")
+
+
+def check(of, call: Call, plan: str, limit: float = LIMIT, **options) -> torch.Tensor:
+    y = run(of, call, plan, **options)
+    got = error(y, truth(of, call.x, call.weights, call.ids))
+    assert got < limit, f"{plan}, {options}: error {got}"
+    return y
+
+
+@pytest.mark.parametrize("book, rate", FORMATS)
+def test_every_codebook_and_rate(book, rate):
+    of = query([(rate, rate, rate)] * 3, book)
+    call = random_call(of, 3)
+    for plan in PLANS:
+        check(of, call, plan)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_rates_differ_between_experts_and_projections(plan):
+    check(MIXED, random_call(MIXED, 5), plan)
+    tier_without_gates = query([(3, 4, 4), (3, 4, 3), (3, 4, 4)], "mul1")
+    check(tier_without_gates, random_call(tier_without_gates, 4), plan)
+
+
+@pytest.mark.parametrize("tile", [16, 32, 64, 128])
+def test_a_row_has_the_same_bytes_in_every_block(tile):
+    """Alone, and in batches whose experts have full, ragged and several blocks of every height; by warpgroups too."""
+    call = random_call(MIXED, 75)
+    whole = check(MIXED, call, "prefill", row_tile=tile)
+    alone = Call(x=call.x[70:72], weights=call.weights[70:72], ids=call.ids[70:72])
+    assert same_bytes(run(MIXED, alone, "prefill", row_tile=16, capacity=75), whole[70:72])
+    if tile >= 32:
+        assert same_bytes(run(MIXED, call, "prefill", row_tile=tile, target="warpgroup"), whole)
+
+
+def test_a_row_has_the_same_bytes_in_every_decode():
+    call = random_call(MIXED, 30)
+    whole = check(MIXED, call, "decode")
+    alone = Call(x=call.x[28:29], weights=call.weights[28:29], ids=call.ids[28:29])
+    assert same_bytes(run(MIXED, alone, "decode", capacity=30), whole[28:29])
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_all_rows_on_one_expert_and_rows_on_none(plan):
+    rows = 19
+    ids = torch.full((rows, 2), -1, dtype=torch.int64)
+    ids[:, 1] = 2
+    ids[4:7] = -1
+    check(MIXED, random_call(MIXED, rows, ids), plan)
+    nobody = random_call(MIXED, 3, torch.tensor([[-1, -7], [4, 1 << 40], [-1, -1]]))
+    assert (run(MIXED, nobody, plan) == 0).all()
+
+
+@pytest.mark.parametrize(
+    "cut", [{"window": 7}, {"window": 16}, {"down_columns": 128}, {"window": 5, "down_columns": 256}]
+)
+def test_passes_of_routes_and_columns(cut):
+    """Windows that cut an expert's routes, that end with them, and a last one that is short."""
+    of = query([(3, 3, 3), (4, 4, 4), (3, 3, 3)], k=640)
+    call = random_call(of, 21)
+    assert same_bytes(check(of, call, "prefill", **cut), run(of, call, "prefill", window=64, down_columns=640))
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 5])
+def test_parts_of_the_depth(parts):
+    of = query([(3, 3, 3), (4, 4, 4), (3, 3, 3)], k=640)
+    check(of, random_call(of, 3), "decode", parts=parts)
+
+
+@pytest.mark.parametrize("grid", [1, 5, 1000])
+@pytest.mark.parametrize("plan", PLANS)
+def test_any_number_of_thread_blocks(plan, grid):
+    check(MIXED, random_call(MIXED, 6), plan, grid=grid)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "changes", [{}, {"shared_h": True}, {"weight_on_input": True}, {"shared_h": True, "weight_on_input": True}]
+)
+def test_slices_and_shared_rotations(plan, changes):
+    of = query([(3, 3, 3), (4, 3, 4), (3, 4, 3)], width=256, slices=3, **changes)
+    check(of, random_call(of, 5), plan)
+    check(of, random_call(of, 5), plan, **({"window": 3} if plan == "prefill" else {}))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("experts, top_k", [(1, 1), (40, 7), (300, 16)])
+def test_many_experts(plan, experts, top_k):
+    of = query([(3, 3, 3)] * experts, k=128, top_k=top_k)
+    check(of, random_call(of, 2), plan)
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [
+        Activation(name="silu", limit=0.5),
+        Activation(name="swigluoai", limit=0.7, alpha=1.702, beta=1.0),
+        Activation(name="swiglustep", limit=0.4),
+        Activation(name="gelu"),
+        Activation(name="gelu_tanh"),
+        Activation(name="relu2"),
+    ],
+)
+def test_activations(activation):
+    of = query([(3, 3, 3)] * 3, activation=activation)
+    for plan in PLANS:
+        check(of, random_call(of, 3), plan)
+
+
+@pytest.mark.parametrize("io_dtype, limit", [("float16", LIMIT), ("bfloat16", 3e-3)])
+def test_types_and_strides(io_dtype, limit):
+    of = replace(MIXED, io_dtype=io_dtype)
+    call = random_call(of, 3)
+    for plan in PLANS:
+        check(of, call, plan, limit, pad=5)
+        assert same_bytes(run(of, call, plan), run(of, replace(call, ids=call.ids.long()), plan, dependent=False))
+
+
+GOOD_SIZES = [128, 128, 128, 128, 2, 1, 1, 6, 0, 0, 0]
+GOOD_PLAN = [0, 16, 1, 64, 128, 4]
+REFUSALS = [
+    ({"sizes": GOOD_SIZES[1:]}, "10 sizes and 6 numbers of a plan, want 11 and 6"),
+    ({"sizes": [100, *GOOD_SIZES[1:]]}, "experts of 100 x 128, want multiples of 128"),
+    ({"sizes": [128, 129, *GOOD_SIZES[2:]]}, "hidden is 129, want 1 to k = 128"),
+    ({"sizes": [*GOOD_SIZES[:4], 2049, *GOOD_SIZES[5:]]}, "2049 experts, want 1 to 2048"),
+    ({"sizes": [*GOOD_SIZES[:7], 5, *GOOD_SIZES[8:]]}, "rate 5/2 with codebook 1, want 1 to 8 bits"),
+    ({"sizes": [*GOOD_SIZES[:10], 5]}, "activation 5, want 0 to 4"),
+    ({"plan": [0, 24, *GOOD_PLAN[2:]]}, "blocks of 24 rows, want 8 to decode, else 16, 32, 64 or 128"),
+    ({"plan": [1, 8, 1, 1, 128, 4]}, "2 routes, want at most the window of a decode plan, 1"),
+    ({"plan": [*GOOD_PLAN[:4], 100, 4]}, "down in passes of 100 columns, want a multiple of 128"),
+    ({"weights": torch.zeros(1)}, "weights has 1 elements, want at least 2"),
+    ({"ids": torch.zeros(2, dtype=torch.int16)}, "ids has scalar type 2, want 3"),
+    ({"arena": torch.zeros(256, dtype=torch.uint8)}, "arena has 256 elements, want at least "),
+    ({"y": torch.zeros(2, 127)}, "x is 2 x 128 and y is 2 x 127, want both 2 x 128"),
+    ({"y": torch.zeros(2, 128, dtype=torch.half)}, "x and y have scalar types 6 and 5, want the same"),
+    ({"slices": []}, "0 tensors of slices, want six for each"),
+]
+
+
+@pytest.mark.parametrize("change, message", REFUSALS)
+def test_operator_refuses(change, message):
+    halves = torch.zeros(512, dtype=torch.half)
+    arena = torch.zeros((1 << 20) + 256, dtype=torch.uint8)
+    good = {
+        "y": torch.zeros(2, 128),
+        "x": torch.zeros(2, 128),
+        "weights": torch.zeros(2),
+        "ids": torch.full((2,), -1, dtype=torch.int32),
+        "arena": arena[-arena.data_ptr() % 256 :],
+        "table": torch.zeros(6, dtype=torch.int64),
+        "slices": [torch.zeros(8, dtype=torch.int16), halves, halves] * 2,
+        "sizes": GOOD_SIZES,
+        "plan": GOOD_PLAN,
+        "limit": 1.0,
+        "alpha": 1.0,
+        "beta": 0.0,
+        "dependent_launch": False,
+    }
+    for rows in (2, 0):
+        load("warp").ops.moe(**good | {name: good[name][:rows] for name in ("x", "y")})
+        load("warp").synchronize()
+    with pytest.raises(RuntimeError, match=re.escape(f"exl3: {message}")):
+        load("warp").ops.moe(**good | change)

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Provider `native` of routed experts: this project's grouped kernels (csrc/exl3/moe.h), SM80 and newer.
+
+The decode plan has blocks of eight rows and cuts the depth of gate and up, so that few rows fill the card; the prefill
+plan has blocks as high as the routing fills and runs in passes, so that its arena stays small.  Both take every rate,
+mixed within a launch: rates and offsets of experts are a table on the device.  Within a plan a row's bytes do not
+depend on the rows around it; the two plans round differently.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from .. import ops_moe
+from ..expert_check import few_experts, random_experts, reference
+from ..expert_intake import ExpertSlice
+from ..layout import BLOCK
+from ..ops import CODEBOOK_CODES
+from ..ops_moe import SLICE_TENSORS, Cut, Sizes
+from ..plan import Device, MoeQuery, Window, self_check
+from ..slabs import MATRIX, slabs
+
+name = "native"
+capturable = True
+
+MIN_SM = 80  # mma.sync m16n8k16 and cp.async
+# The widest prefill kernel at 8 bits: two stages of 128 rows of x and of 128 x 128 weights, and what aligns them.
+SHARED_BYTES = 2 * (128 * 256 + 16_384) + 1_024
+IO_TYPES = ("float16", "bfloat16", "float32")
+BLOCKS_PER_SM = 2  # what the registers of the kernels allow
+DECODE_BLOCK = 8
+PREFILL_TILES = (16, 32, 64, 128)
+PASSES = 4  # of gate and up and a slice, at capacity: a quarter of the routes still fills the card
+CHECK_ROWS, ERROR_LIMIT = 5, 5e-3  # of the start-up check; bfloat16 outputs alone round by 2e-3
+LEAST_WINDOW = 512  # routes of a pass, below which memory is not worth another one
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeMoePlan:
+    """Everything a call needs besides tensors."""
+
+    sizes: Sizes
+    cut: Cut  # of the largest call; smaller ones may have lower row tiles
+    slices: int
+    numbers: tuple[float, float, float]  # limit, alpha and beta of the activation
+    dependent: bool
+    rows: int
+    io_dtype: str
+    workspace_bytes: int
+
+    @property
+    def row_tiles(self) -> tuple[int, ...]:
+        """Of the kernels that calls may reach."""
+        if self.cut.decode:
+            return (self.cut.row_tile,)
+        return tuple(tile for tile in PREFILL_TILES if tile <= self.cut.row_tile)
+
+    def cut_for(self, rows: int) -> Cut:
+        """For a call of so many rows."""
+        if self.cut.decode:
+            return self.cut
+        return replace(self.cut, row_tile=row_tile(self.sizes.experts, rows * self.sizes.top_k))
+
+
+def can_run(query: MoeQuery, device: Device) -> tuple[bool, str]:
+    """SM80 and newer with the extension installed; one codebook a layer, and an activation with a gate."""
+    if device.kind != "cuda":
+        return False, f"runs on CUDA, not on {device.kind}"
+    if device.sm < MIN_SM:
+        return False, f"needs SM{MIN_SM} or newer, this card is SM{device.sm}"
+    if device.smem < SHARED_BYTES:
+        return False, f"needs {SHARED_BYTES} bytes of shared memory a block, this card has {device.smem}"
+    if query.io_dtype not in IO_TYPES:
+        return False, f"activations are {query.io_dtype}, want one of {', '.join(IO_TYPES)}"
+    if len(query.codebooks) != 1:
+        return False, f"experts have the codebooks {' and '.join(sorted(query.codebooks))}, want one"
+    if query.w3 is None or query.activation.name not in ops_moe.ACTIVATIONS:
+        return False, f"activation {query.activation.name}, want one of {', '.join(ops_moe.ACTIVATIONS)}"
+    if query.slices > ops_moe.MAX_SLICES:
+        return False, f"{query.slices} slices of each expert, want at most {ops_moe.MAX_SLICES}"
+    if query.experts > ops_moe.MAX_EXPERTS:
+        return False, f"{query.experts} experts, want at most {ops_moe.MAX_EXPERTS}"
+    if query.max_rows * query.top_k >= ops_moe.MAX_ROUTES:
+        return False, f"{query.max_rows} rows of {query.top_k} experts, want less than {ops_moe.MAX_ROUTES} in all"
+    return ops_moe.load()
+
+
+def plan(query: MoeQuery, device: Device, window: Window) -> NativeMoePlan:
+    """Cut the work for this card.  The kernels choose their own row tiles; `window.block` is not needed."""
+    sizes = Sizes(
+        k=query.k,
+        hidden=query.hidden,
+        width=query.width,
+        intermediate=query.intermediate,
+        experts=query.experts,
+        top_k=query.top_k,
+        codebook=CODEBOOK_CODES[next(iter(query.codebooks))],
+        max_rate2=round(2 * max(query.rates)),
+        shared_h=query.shared_h,
+        weight_on_input=query.weight_on_input,
+        activation=ops_moe.ACTIVATIONS[query.activation.name],
+    )
+    grid, rows = BLOCKS_PER_SM * device.sms, window.rows
+    cut = _decode(query, rows, grid) if window.name == "decode" else _prefill(query, rows, grid)
+    limit = math.inf if query.activation.limit is None else query.activation.limit
+    return NativeMoePlan(
+        sizes=sizes,
+        cut=cut,
+        slices=query.slices,
+        numbers=(limit, query.activation.alpha, query.activation.beta),
+        dependent=device.sm >= 90,
+        rows=rows,
+        io_dtype=query.io_dtype,
+        workspace_bytes=ops_moe.arena_bytes(rows, query.slices, sizes, cut),
+    )
+
+
+def _decode(query: MoeQuery, rows: int, grid: int) -> Cut:
+    """One pass of everything; depth cut so that one row's experts occupy the card, the same for every row count."""
+    items = query.top_k * query.slices * 2 * query.width // BLOCK
+    parts = max(1, min(grid // items, query.k // BLOCK))
+    return Cut(
+        decode=True,
+        row_tile=DECODE_BLOCK,
+        parts=parts,
+        window=max(1, rows * query.top_k),
+        down_columns=query.k,
+        grid=grid,
+    )
+
+
+def _prefill(query: MoeQuery, rows: int, grid: int) -> Cut:
+    """Windows of routes and ranges of columns whose memory is a fraction of the whole, and the same for both."""
+    routes = max(1, rows * query.top_k)
+    window = max(min(routes, LEAST_WINDOW), -(-routes // (PASSES * query.slices)))
+    inputs = rows if query.shared_h and not query.weight_on_input else window
+    columns = inputs * 2 * query.k // routes // BLOCK * BLOCK  # what fits where the inputs were
+    return Cut(
+        decode=False,
+        row_tile=row_tile(query.experts, routes),
+        parts=1,
+        window=window,
+        down_columns=max(BLOCK, min(columns, query.k)),
+        grid=grid,
+    )
+
+
+def row_tile(experts: int, routes: int) -> int:
+    """Rows of a prefill block: the average expert should fill one, with some room for uneven routing."""
+    average = routes / experts
+    return next((tile for tile in PREFILL_TILES if average <= 0.75 * tile), PREFILL_TILES[-1])
+
+
+def prepare(query: MoeQuery, weights: tuple[ExpertSlice, ...]) -> dict[str, torch.Tensor]:
+    """The slabs as they are, and the table of where each expert lies in them."""
+    prepared = {f"slice{i}_{kind}": getattr(part, kind) for i, part in enumerate(weights) for kind in SLICE_TENSORS}
+    return {"table": table_of(query).to(weights[0].w2_trellis.device)} | prepared
+
+
+def table_of(query: MoeQuery) -> torch.Tensor:
+    """[3, experts] i64: gate, up, down: first byte of the expert in its slab, times 32, plus twice its rate."""
+    table = torch.zeros(3, query.experts, dtype=torch.int64)
+    sizes = {shard: query.sizes(shard) for shard in query.banks}
+    rates = {shard: bank.rates for shard, bank in query.banks.items()}
+    for matrix in set(MATRIX.values()):
+        for slab in slabs(matrix, rates, sizes):
+            each, row = 2 * math.prod(slab.shape[1:]), ("w1", "w3", "w2").index(slab.shard)
+            for index, expert in enumerate(slab.experts):
+                table[row, expert] = (2 * slab.start + index * each) * 32 + round(2 * slab.rate)
+    return table
+
+
+def run(
+    plan: NativeMoePlan,
+    prepared: Mapping[str, torch.Tensor],
+    arena: torch.Tensor,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    y: torch.Tensor,
+) -> None:
+    """Enqueue the kernels of one call on the current stream."""
+    _run(plan, plan.cut_for(x.shape[0]), prepared, arena, x, topk_weights, topk_ids, y)
+
+
+def _run(
+    plan: NativeMoePlan,
+    cut: Cut,
+    prepared: Mapping[str, torch.Tensor],
+    arena: torch.Tensor,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    y: torch.Tensor,
+) -> None:
+    slices = [prepared[f"slice{i}_{kind}"] for i in range(plan.slices) for kind in SLICE_TENSORS]
+    ops_moe.moe(
+        y,
+        x,
+        topk_weights,
+        topk_ids,
+        arena,
+        prepared["table"],
+        slices,
+        plan.sizes,
+        cut,
+        plan.numbers,
+        plan.dependent,
+    )
+
+
+def warm(plan: NativeMoePlan, prepared: Mapping[str, torch.Tensor], arena: torch.Tensor) -> int:
+    """Run every kernel that calls may reach on one row that is nobody's: the driver loads a kernel at its first launch.
+
+    Row counts and the types of ids are data to the kernels; only row tiles are not.
+    """
+    device, top_k = arena.device, plan.sizes.top_k
+    x = torch.zeros(1, plan.sizes.hidden, dtype=getattr(torch, plan.io_dtype), device=device)
+    weights = torch.zeros(1, top_k, dtype=torch.float32, device=device)
+    ids = torch.full((1, top_k), -1, dtype=torch.int32, device=device)
+    for tile in plan.row_tiles:
+        _run(plan, replace(plan.cut, row_tile=tile), prepared, arena, x, weights, ids, torch.empty_like(x))
+    return len(plan.row_tiles)
+
+
+def check(query: MoeQuery, device: torch.device) -> None:
+    """Compare every kernel that a layer like this may reach with the reference, on this very device.
+
+    Raises:
+        NoBackendError: one disagrees.
+    """
+    few = few_experts(query)
+    weights = random_experts(few, device)
+    generator = torch.Generator(device=device).manual_seed(1)
+    single = {"generator": generator, "device": device, "dtype": torch.float32}  # the default may be another here
+    x = torch.randn(CHECK_ROWS, query.hidden, **single).to(getattr(torch, query.io_dtype))
+    routing, ids = torch.rand(CHECK_ROWS, few.experts, **single).topk(query.top_k)
+    truth = reference(few, weights, x, routing, ids)
+    prepared = prepare(few, weights)
+    for window in ("decode", "prefill"):
+        planned = plan(few, Device.of(device), Window(name=window, rows=CHECK_ROWS, block=DECODE_BLOCK))
+        arena = torch.full((planned.workspace_bytes,), 255, dtype=torch.uint8, device=device)
+        for tile in (DECODE_BLOCK,) if window == "decode" else PREFILL_TILES:
+            y = torch.empty_like(x)
+            _run(planned, replace(planned.cut, row_tile=tile), prepared, arena, x, routing, ids, y)
+            error = float((y - truth).norm() / truth.norm())
+            self_check(error, ERROR_LIMIT, f"native: {window} in blocks of {tile} rows, {query}")
