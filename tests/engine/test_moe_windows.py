@@ -126,6 +126,27 @@ def test_target_and_draft_plan_apart_and_survive_a_reload(engine, make, recorded
     assert {call.arena for call in recorded.plans.calls} == arenas[0] | arenas[1]
 
 
+def test_providers_that_view_the_slabs_share_them(engine, make, recorded):
+    """As kernels do on a GPU: what was loaded is what both run, and what a reload writes to."""
+    recorded.plans.views = recorded.parity.views = True
+    folder = make(QWEN)
+    llm = engine(folder, enable_prefix_caching=False)
+    (layer, _) = [each for each in target_of(llm).modules() if hasattr(each, "exl3_moe")]
+    routes = layer.exl3_moe.routes
+    assert routes["parity"].backend is not routes["prefill"].backend
+    held = {name: param.data_ptr() for name, param in layer.named_parameters()}
+    assert len(held) == len(set(held.values())) == 2 * 6  # of two slices
+    assert {param for route in routes.values() for param in route.names.values()} == set(held)
+    said = Oracle(folder).greedy(PROMPTS[1], 3)
+    assert greedy(llm, PROMPTS[1], 3) == said
+    for param in layer.parameters():
+        param.data.zero_()
+    assert greedy(llm, PROMPTS[1], 3) != said
+    llm.collective_rpc("reload_weights")
+    assert greedy(llm, PROMPTS[1], 3) == said
+    assert {name: param.data_ptr() for name, param in layer.named_parameters()} == held
+
+
 def test_a_provider_that_disagrees_stops_the_start_by_name(engine, make, recorded):
     recorded.plans.disagrees = True
     with pytest.raises(Exception, match="recording: .* experts .* disagrees with the reference"):
@@ -152,6 +173,21 @@ def test_what_cannot_be_planned_is_refused_before_anything_is_built(make, monkey
         monkeypatch.setenv(f"VLLM_EXL3_{name}", value)
     with pytest.raises(Exception, match=message):
         EngineArgs(model=str(make(QWEN)), max_model_len=256, max_num_batched_tokens=256).create_engine_config()
+
+
+@pytest.mark.parametrize("remembering", [True, False])
+def test_memory_remembered_for_the_next_start_is_that_of_the_same_arenas(make, monkeypatch, remembering):
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.worker.startup_plan import compute_plan_fingerprint
+
+    monkeypatch.setenv("VLLM_ENABLE_STARTUP_PLAN", str(int(remembering)))
+    folder = make(QWEN)
+    found = set()
+    for capacity in ("128", "256", "256"):
+        monkeypatch.setenv("VLLM_EXL3_PREFILL_CAPACITY", capacity)
+        config = EngineArgs(model=str(folder), max_model_len=256, max_num_batched_tokens=256).create_engine_config()
+        found.add(compute_plan_fingerprint(config, 0, 1))
+    assert len(found) == (2 if remembering else 1)  # the same configuration is part of the compile cache's key
 
 
 # environment, rows of a uniform decode step, what the user chose -> mode, most rows of a graph

@@ -39,7 +39,8 @@ class Call:
 class Recording:
     """Refuses queries for a reason, if it is given one; disagrees with the reference, if told to.
 
-    Runs `decoded` where it is given, which the torch provider has prepared before; else prepares what it is handed.
+    Runs `decoded` where it is given, which the torch provider has prepared before; else prepares what it is handed, as
+    views of it if `views` says so, decoded in every call.
     """
 
     name: str = "recording"
@@ -51,6 +52,7 @@ class Recording:
     warmed: list[RecordedPlan] = field(default_factory=list)
     prepared: int = 0
     decoded: dict[str, torch.Tensor] | None = None
+    views: bool = False
     checked: list[MoeQuery] = field(default_factory=list)
 
     def can_run(self, query: MoeQuery, device: Device) -> tuple[bool, str]:
@@ -65,7 +67,9 @@ class Recording:
     def prepare(self, query: MoeQuery, weights: tuple[ExpertSlice, ...]) -> dict[str, torch.Tensor]:
         assert torch.get_default_dtype() == torch.float32
         self.prepared += 1
-        return torch_moe.prepare(query, weights) if self.decoded is None else self.decoded
+        if self.decoded is not None:
+            return self.decoded
+        return torch_moe.prepare(query, weights, decode_once=not self.views)
 
     def run(self, plan: RecordedPlan, prepared: Mapping[str, torch.Tensor], arena: torch.Tensor, x: torch.Tensor,
             topk_weights: torch.Tensor, topk_ids: torch.Tensor, y: torch.Tensor) -> None:

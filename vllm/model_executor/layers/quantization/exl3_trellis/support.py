@@ -66,6 +66,9 @@ def limit_graphs(vllm_config: VllmConfig) -> None:
 
     asked, rows = Limits.read(envs), vllm_config.scheduler_config.max_num_batched_tokens
     require_limits(asked, rows)
+    if envs.VLLM_ENABLE_STARTUP_PLAN and isinstance(vllm_config.additional_config, dict):
+        # The memory that a start remembers for the next depends on these; vLLM's key for it holds the configuration.
+        vllm_config.additional_config["exl3_experts"] = str(asked)
     compilation = vllm_config.compilation_config
     sizes = ("max_cudagraph_capture_size", "cudagraph_capture_sizes")
     chosen = {name for name in ("cudagraph_mode", *sizes) if getattr(compilation, name) is not None}
