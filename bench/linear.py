@@ -31,7 +31,7 @@ HERE = Path(__file__).parent
 SHAPES = ((8192, 8192), (4096, 12288), (5120, 27648))
 RATES = (2.0, 3.0, 4.0, 6.0)
 BOOKS = ("mcg", "mul1")
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 1024, 2048)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 PARITY_ROWS = 144  # above these exllamav3 reconstructs and calls cuBLAS itself
 
 Row = dict[str, Any]
@@ -164,7 +164,6 @@ def native_time(k: int, n: int, rate: float, book: str, m: int, weights: list[Li
     shard = Shard(n=n, width=n, rate=rate, codebook=book)
     query = LinearQuery(k=k, width=k, shards=(shard,), io_dtype="bfloat16", max_rows=max(ROWS))
     plan = native.plan(query, Device.of(device))
-    ops.reserve(device, plan.workspace_bytes)
     x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
     calls: list[Callable[[], object]] = []
     for set_of in weights:

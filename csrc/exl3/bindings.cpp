@@ -68,11 +68,15 @@ void check_launch(cudaError_t status, const char* what) {
 
 constexpr int kShardInts = 4;  // n, first, width, 2K
 
-// y [m, sum of widths] <- every shard of a merged projection; see LinearArgs. trellis, suh and svh hold the shards end
-// to end. shards: four integers each, n, first, width and 2K.
-void linear(Tensor y, const Tensor& x, const Tensor& trellis, const Tensor& suh, const Tensor& svh,
-            Tensor scratch, int64_t k, std::vector<int64_t> shards, int64_t codebook,
-            int64_t splits, bool dependent_launch) {
+void check_aligned(const Tensor& t, const char* name, uintptr_t bytes) {
+  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(t.data_ptr()) % bytes == 0, "exl3: ", name, " begins at ", t.data_ptr(),
+                  ", want a multiple of ", static_cast<int64_t>(bytes));
+}
+
+// All of a product's arguments but the scratch. trellis, suh and svh hold the shards end to end. shards: four integers
+// each, n, first, width and 2K.
+exl3::LinearArgs linear_args(const Tensor& y, const Tensor& x, const Tensor& trellis, const Tensor& suh, const Tensor& svh,
+                             int64_t k, const std::vector<int64_t>& shards, int64_t codebook) {
   check_matrix(x, "x");
   check_matrix(y, "y");
   const int32_t device = x.get_device_index();
@@ -81,7 +85,6 @@ void linear(Tensor y, const Tensor& x, const Tensor& trellis, const Tensor& suh,
   STD_TORCH_CHECK(x.size(1) <= k, "exl3: x has ", x.size(1), " columns, want at most k = ", k);
   STD_TORCH_CHECK(count >= 1 && count <= exl3::kMaxShards && shards.size() % kShardInts == 0, "exl3: ", shards.size(),
                   " shard integers, want 4 for each of 1 to ", exl3::kMaxShards, " shards");
-  STD_TORCH_CHECK(splits > 0, "exl3: splits is ", splits, ", want at least 1");
 
   exl3::LinearArgs args{};
   int64_t words = 0, columns = 0, out = 0;
@@ -113,25 +116,63 @@ void linear(Tensor y, const Tensor& x, const Tensor& trellis, const Tensor& suh,
   check_vector(trellis, "trellis", ScalarType::Short, words, device);
   check_vector(suh, "suh", ScalarType::Half, k * count, device);
   check_vector(svh, "svh", ScalarType::Half, columns, device);
+  check_aligned(trellis, "trellis", 16);
+  check_aligned(suh, "suh", 8);
+  check_aligned(svh, "svh", 8);
   STD_TORCH_CHECK(columns / 128 * (k / 128) < (1 << 24), "exl3: ", k, " x ", columns, " is too large a product");
-  if (x.size(0) == 0) return;
 
   args.x = x.data_ptr();
   args.y = y.data_ptr();
-  args.scratch = static_cast<unsigned char*>(scratch.data_ptr());
   args.x_stride = x.stride(0);
   args.y_stride = y.stride(0);
   args.shards = static_cast<int>(count);
   args.m = static_cast<int>(x.size(0));
   args.k = static_cast<int>(k);
   args.k_true = static_cast<int>(x.size(1));
-  args.splits = static_cast<int>(splits);
   args.x_type = data_type(x, "x");
   args.y_type = data_type(y, "y");
-  const int64_t need = exl3::linear_scratch_bytes(args.m, args.k, static_cast<int>(columns / 128), args.shards, args.splits);
+  return args;
+}
+
+void give_scratch(exl3::LinearArgs& args, const Tensor& scratch, int64_t need, int32_t device) {
   check_vector(scratch, "scratch", ScalarType::Byte, need, device);
+  check_aligned(scratch, "scratch", 256);
+  args.scratch = static_cast<unsigned char*>(scratch.data_ptr());
+}
+
+int column_blocks(const exl3::LinearArgs& args) {
+  return args.shard[args.shards - 1].first_block + args.shard[args.shards - 1].blocks;
+}
+
+// y [m, sum of widths] <- every shard of a merged projection; see linear_args.
+void linear(Tensor y, const Tensor& x, const Tensor& trellis, const Tensor& suh, const Tensor& svh,
+            Tensor scratch, int64_t k, std::vector<int64_t> shards, int64_t codebook,
+            int64_t splits, bool dependent_launch, bool wide) {
+  exl3::LinearArgs args = linear_args(y, x, trellis, suh, svh, k, shards, codebook);
+  STD_TORCH_CHECK(splits > 0, "exl3: splits is ", splits, ", want at least 1");
+  args.splits = static_cast<int>(splits);
+  if (args.m == 0) return;
+  const int32_t device = x.get_device_index();
+  give_scratch(args, scratch, exl3::linear_scratch_bytes(args.m, args.k, column_blocks(args), args.shards, args.splits),
+               device);
   const DeviceGuard guard(device);
-  check_launch(exl3::launch_linear(args, static_cast<int>(codebook), dependent_launch, current_stream(device)), "linear");
+  check_launch(exl3::launch_linear(args, static_cast<int>(codebook), dependent_launch, wide, current_stream(device)),
+               "linear");
+}
+
+// The same for many rows, on SM90 alone. blocks: of the grid, one a multiprocessor.
+void linear_many_rows(Tensor y, const Tensor& x, const Tensor& trellis, const Tensor& suh, const Tensor& svh,
+                      Tensor scratch, int64_t k, std::vector<int64_t> shards, int64_t codebook, int64_t blocks) {
+  exl3::LinearArgs args = linear_args(y, x, trellis, suh, svh, k, shards, codebook);
+  STD_TORCH_CHECK(blocks > 0, "exl3: blocks is ", blocks, ", want at least 1");
+  args.splits = static_cast<int>(blocks);
+  if (args.m == 0) return;
+  const int32_t device = x.get_device_index();
+  STD_TORCH_CHECK(column_blocks(args) * (k / 128) * ((args.m + 255) / 256) < (1ll << 31), "exl3: ", args.m, " x ", k, " x ",
+                  128 * column_blocks(args), " is too large a product");
+  give_scratch(args, scratch, exl3::many_rows_scratch_bytes(args.m, args.k, args.shards, args.splits), device);
+  const DeviceGuard guard(device);
+  check_launch(exl3::launch_many_rows(args, static_cast<int>(codebook), true, current_stream(device)), "linear_many_rows");
 }
 
 // w [k, n] <- decoded trellis [k/16, n/16, 8 * rate2], rotated basis.
@@ -194,22 +235,32 @@ int64_t linear_scratch_bytes(int64_t m, int64_t k, int64_t blocks, int64_t shard
                                                          static_cast<int>(splits)));
 }
 
+int64_t many_rows_scratch_bytes(int64_t m, int64_t k, int64_t shards, int64_t blocks) {
+  return static_cast<int64_t>(exl3::many_rows_scratch_bytes(static_cast<int>(m), static_cast<int>(k),
+                                                            static_cast<int>(shards), static_cast<int>(blocks)));
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(exl3, m) {
   m.def(
       "linear(Tensor(a!) y, Tensor x, Tensor trellis, Tensor suh, Tensor svh, Tensor(b!) scratch, int k, "
-      "int[] shards, int codebook, int splits, bool dependent_launch) -> ()");
+      "int[] shards, int codebook, int splits, bool dependent_launch, bool wide) -> ()");
+  m.def(
+      "linear_many_rows(Tensor(a!) y, Tensor x, Tensor trellis, Tensor suh, Tensor svh, Tensor(b!) scratch, int k, "
+      "int[] shards, int codebook, int blocks) -> ()");
   m.def("reconstruct(Tensor(a!) w, Tensor trellis, int rate2, int codebook) -> ()");
   m.def(
       "reconstruct_original(Tensor(a!) w, Tensor trellis, Tensor suh, Tensor svh, int n, int first_block, int rate2, "
       "int codebook) -> ()");
   m.def("hadamard(Tensor(a!) y, Tensor x, Tensor? pre, Tensor? post, int n) -> ()");
   m.def("linear_scratch_bytes(int m, int k, int blocks, int shards, int splits) -> int");
+  m.def("many_rows_scratch_bytes(int m, int k, int shards, int blocks) -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(exl3, CUDA, m) {
   m.impl("linear", TORCH_BOX(&linear));
+  m.impl("linear_many_rows", TORCH_BOX(&linear_many_rows));
   m.impl("reconstruct", TORCH_BOX(&reconstruct));
   m.impl("reconstruct_original", TORCH_BOX(&reconstruct_original));
   m.impl("hadamard", TORCH_BOX(&hadamard));
@@ -217,4 +268,5 @@ STABLE_TORCH_LIBRARY_IMPL(exl3, CUDA, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(exl3, CompositeExplicitAutograd, m) {
   m.impl("linear_scratch_bytes", TORCH_BOX(&linear_scratch_bytes));
+  m.impl("many_rows_scratch_bytes", TORCH_BOX(&many_rows_scratch_bytes));
 }

@@ -15,12 +15,37 @@ __device__ __forceinline__ void store(void* y, int64_t at, DataType type, float 
 constexpr int kFinishThreads = 256;  // one thread a (tile, lane) of the parts, then one warp a row
 constexpr int kFinishPitch = kBlockColumns + 4;  // floats: fragments written down columns spread over all banks
 
+// H and svh for 8 rows of a column block, and y. sum: this thread's element of the added parts, as accumulators lie.
+__device__ __forceinline__ void finish_rows(const LinearArgs& args, const LinearShard& shard, int column, int row0,
+                                            float4 sum, uint2 scales, float (&tile)[kGroupRows][kFinishPitch]) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  // An accumulator holds column lane/4 (+8) of its tile, rows 2(lane%4) and the next.
+  const int at = warp * kTile + lane / 4, low = lane % 4 * 2;
+  tile[low][at] = sum.x, tile[low + 1][at] = sum.y, tile[low][at + 8] = sum.z, tile[low + 1][at + 8] = sum.w;
+  __syncthreads();
+
+  const int row = row0 + warp;
+  if (row >= args.m) return;
+  const float4 read = *reinterpret_cast<const float4*>(&tile[warp][lane * 4]);
+  float v[4] = {read.x, read.y, read.z, read.w};
+  hadamard_128(v, lane);
+  const float2 low_scales = __half22float2(*reinterpret_cast<const __half2*>(&scales.x));
+  const float2 high_scales = __half22float2(*reinterpret_cast<const __half2*>(&scales.y));
+  const float scale[4] = {low_scales.x, low_scales.y, high_scales.x, high_scales.y};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int n = column + i - shard.first;
+    if (n < 0 || n >= shard.width) continue;
+    store(args.y, row * args.y_stride + shard.out_column + n, args.y_type, v[i] * kHadamardScale * scale[i]);
+  }
+}
+
 // Grid: (column blocks, groups of 8 rows). rows: of a row tile.
 static __global__ void __launch_bounds__(kFinishThreads) finish_kernel(const __grid_constant__ LinearArgs args,
                                                                const __grid_constant__ Cut cut,
                                                                const __grid_constant__ Scratch scratch, int rows) {
   __shared__ __align__(16) float tile[kGroupRows][kFinishPitch];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, block = blockIdx.x;
+  const int lane = threadIdx.x % 32, block = blockIdx.x;
   allow_next_grid();
   int index = 0;
   while (block >= args.shard[index].first_block + args.shard[index].blocks) ++index;
@@ -41,25 +66,7 @@ static __global__ void __launch_bounds__(kFinishThreads) finish_kernel(const __g
     const float4 v = load_from_l2(part + (b - first) * stride);
     sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
   }
-  // An accumulator holds column lane/4 (+8) of its tile, rows 2(lane%4) and the next.
-  const int at = warp * kTile + lane / 4, low = lane % 4 * 2;
-  tile[low][at] = sum.x, tile[low + 1][at] = sum.y, tile[low][at + 8] = sum.z, tile[low + 1][at + 8] = sum.w;
-  __syncthreads();
-
-  const int row = row_tile * rows + group * kGroupRows + warp;
-  if (row >= args.m) return;
-  const float4 read = *reinterpret_cast<const float4*>(&tile[warp][lane * 4]);
-  float v[4] = {read.x, read.y, read.z, read.w};
-  hadamard_128(v, lane);
-  const float2 low_scales = __half22float2(*reinterpret_cast<const __half2*>(&scales.x));
-  const float2 high_scales = __half22float2(*reinterpret_cast<const __half2*>(&scales.y));
-  const float scale[4] = {low_scales.x, low_scales.y, high_scales.x, high_scales.y};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int n = column + i - shard.first;
-    if (n < 0 || n >= shard.width) continue;
-    store(args.y, row * args.y_stride + shard.out_column + n, args.y_type, v[i] * kHadamardScale * scale[i]);
-  }
+  finish_rows(args, shard, column, row_tile * rows + group * kGroupRows, sum, scales, tile);
 }
 
 }  // namespace exl3

@@ -8,19 +8,34 @@
 namespace exl3 {
 
 struct Launch {
-  cudaLaunchAttribute attribute;
+  cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t config;
-  Launch(dim3 grid, int threads, int shared_bytes, bool dependent, cudaStream_t stream) : attribute(), config() {
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+  Launch(dim3 grid, int threads, int shared_bytes, bool dependent, cudaStream_t stream, int cluster = 1)
+      : attributes(), config() {
     config.gridDim = grid;
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = dependent ? 1 : 0;
+    config.attrs = attributes;
+    if (dependent) {
+      cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+      attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attribute.val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (cluster > 1) {
+      cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+      attribute.id = cudaLaunchAttributeClusterDimension;
+      attribute.val.clusterDim.x = cluster;
+      attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    }
   }
 };
+
+inline int largest_rate2(const LinearArgs& args) {
+  int rate2 = 0;
+  for (int i = 0; i < args.shards; ++i) rate2 = args.shard[i].rate2 > rate2 ? args.shard[i].rate2 : rate2;
+  return rate2;
+}
 
 template <Codebook kBook, class S>
 cudaError_t launch_shape(const LinearArgs& args, bool dependent, cudaStream_t stream) {
@@ -29,8 +44,7 @@ cudaError_t launch_shape(const LinearArgs& args, bool dependent, cudaStream_t st
   const int row_tiles = (args.m + S::kRows - 1) / S::kRows;
   const Cut cut(blocks * depth, depth, args.splits);
   const Scratch scratch(args.m, S::kRows, args.k, blocks, args.shards, args.splits);
-  int rate2 = 0;
-  for (int i = 0; i < args.shards; ++i) rate2 = args.shard[i].rate2 > rate2 ? args.shard[i].rate2 : rate2;
+  const int rate2 = largest_rate2(args);
   const int x_offset = S::stage_weight_bytes(rate2), shared = S::shared_bytes(rate2);
 
   const dim3 rotations((args.k / kHadamard + kRotateWarps - 1) / kRotateWarps, args.m, args.shards);
@@ -63,13 +77,22 @@ cudaError_t launch_book(const LinearArgs& args, int codebook, bool dependent, cu
 }
 
 // The shapes, one for each row count; two blocks an SM fit in shared memory.
-using Rows8 = Shape<8, 128, 4>;
-using Rows16 = Shape<16, 128, 4>;
-using Rows32 = Shape<32, 128, 4>;
+#ifndef EXL3_TOGETHER
+#define EXL3_TOGETHER 2
+#endif
+using Rows8 = Shape<8, 128, 4, EXL3_TOGETHER>;
+using Rows16 = Shape<16, 128, 4, EXL3_TOGETHER>;
+using Rows32 = Shape<32, 128, 4, EXL3_TOGETHER>;
 using Rows64 = Shape<64, 128, 3>;
 using Rows128 = Shape<128, 128, 2>;
 
 cudaError_t launch_few_rows(const LinearArgs& args, int rows, int codebook, bool dependent, cudaStream_t stream);
 cudaError_t launch_mid_rows(const LinearArgs& args, int rows, int codebook, bool dependent, cudaStream_t stream);
+// The same bytes by the kernels of SM90 for many rows; one row tile.
+#ifndef EXL3_LEAST_WIDE
+#define EXL3_LEAST_WIDE 128
+#endif
+constexpr int kLeastWideRows = EXL3_LEAST_WIDE;
+cudaError_t launch_wide_rows(const LinearArgs& args, int rows, int codebook, bool dependent, cudaStream_t stream);
 
 }  // namespace exl3

@@ -44,6 +44,11 @@ struct Loader {
               static_cast<int64_t>(block - shard.first_block) * kBlockTiles * 16 * rate2 + threadIdx.x % 32 * 16;
     x = rotated + index * rotation_bytes + static_cast<int64_t>(stage) * S::kXStageBytes + threadIdx.x * 16;
   }
+  // Stages of the next slot: none of another column block.
+  __device__ __forceinline__ int together() const {
+    if constexpr (S::kTogether == 1) return remaining > 0;
+    else return min(min(S::kTogether, left_in_block), remaining);
+  }
   __device__ __forceinline__ void advance() {
     --remaining;
     weights += S::kTileRows * pitch;
@@ -144,33 +149,43 @@ __device__ __forceinline__ void multiply_stage(SharedAddress weights, SharedAddr
   }
 }
 
-// The ring of stages in shared memory: where the next one is read, and where the one to be loaded goes.
+// The ring of slots in shared memory: where the next one is read, and where the one to be loaded goes. A slot has room for
+// kTogether stages, each with its weights before its x; at the end of a column block's run some may be left empty.
 struct Ring {
   SharedAddress begin, end, read, fill;
-  uint32_t stage_bytes, x_offset;
-  __device__ __forceinline__ SharedAddress after(SharedAddress stage) const {
-    return stage + stage_bytes == end ? begin : stage + stage_bytes;
+  uint32_t stage_bytes, slot_bytes, x_offset;
+  __device__ __forceinline__ SharedAddress after(SharedAddress slot) const {
+    return slot + slot_bytes == end ? begin : slot + slot_bytes;
   }
 };
 
-// Multiply `count` stages of one column block while loading the stages ahead.
+// Multiply `count` stages of one column block while loading the slots ahead.
 template <Codebook kBook, int kRate2, class S>
 __device__ __forceinline__ void multiply_run(Loader<S>& loader, Ring& ring, int count, Sums<S>& sums) {
   const int warp = threadIdx.x / 32;
   const LanePlace<kRate2> place(threadIdx.x % 32);
-  for (; count > 0; --count) {
-    cp_async_wait<S::kStages - 2>();
+#pragma unroll 1
+  while (count > 0) {
+    cp_async_wait<S::kSlots - 2>();
     if constexpr (kWarpgroup<S>) publish_shared();
     __syncthreads();
-    if (loader.remaining > 0) {
+    SharedAddress to = ring.fill;
+#pragma unroll 1
+    for (int ahead = loader.together(); ahead > 0; --ahead) {
       // The run ahead has this rate except across a border between shards: let the compiler count the copies.
-      if (loader.rate2 == kRate2) loader.template copy_weights<kBlockTiles * kRate2>(ring.fill);
-      else loader.copy_weights(ring.fill, kBlockTiles * loader.rate2);
-      loader.copy_x(ring.fill + ring.x_offset);
+      if (loader.rate2 == kRate2) loader.template copy_weights<kBlockTiles * kRate2>(to);
+      else loader.copy_weights(to, kBlockTiles * loader.rate2);
+      loader.copy_x(to + ring.x_offset);
       loader.advance();
+      to += ring.stage_bytes;
     }
     cp_async_commit();
-    multiply_stage<kBook, kRate2, S>(ring.read + warp * Rate<kRate2>::kTileBytes, ring.read + ring.x_offset, place, sums);
+    SharedAddress from = ring.read;
+    const int now = min(S::kTogether, count);
+    count -= now;
+#pragma unroll 1
+    for (int stage = 0; stage < now; ++stage, from += ring.stage_bytes)
+      multiply_stage<kBook, kRate2, S>(from + warp * Rate<kRate2>::kTileBytes, from + ring.x_offset, place, sums);
     ring.fill = ring.read;
     ring.read = ring.after(ring.read);
   }
@@ -182,10 +197,10 @@ __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm<S>) linear_kernel(co
                                                                              const __grid_constant__ Cut cut,
                                                                              const __grid_constant__ Scratch scratch,
                                                                              int x_offset) {
-  const uint32_t stage_bytes = x_offset + S::kXStageBytes;
+  const uint32_t stage_bytes = x_offset + S::kXStageBytes, slot_bytes = S::kTogether * stage_bytes;
   const SharedAddress shared = dynamic_shared();
-  Ring ring{shared, shared + S::kStages * stage_bytes, shared, shared + (S::kStages - 1) * stage_bytes, stage_bytes,
-            static_cast<uint32_t>(x_offset)};
+  Ring ring{shared,     shared + S::kSlots * slot_bytes, shared, shared + (S::kSlots - 1) * slot_bytes, stage_bytes,
+            slot_bytes, static_cast<uint32_t>(x_offset)};
   int unit = cut.start(blockIdx.x);
   const int end = cut.start(blockIdx.x + 1);
   const unsigned char* rotated = args.scratch + blockIdx.y * scratch.row_tile_bytes;
@@ -197,14 +212,15 @@ __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm<S>) linear_kernel(co
                    (end - unit) * S::kUnitStages);
   Loader<S> x_loader = loader;
   allow_next_grid();
-  for (int s = 0; s < S::kStages - 1 && loader.remaining > 0; ++s, loader.advance())
-    loader.copy_weights(shared + s * stage_bytes, kBlockTiles * loader.rate2);
+  for (int slot = 0; slot < S::kSlots - 1; ++slot) {
+    SharedAddress to = shared + slot * slot_bytes;
+    for (int ahead = loader.together(); ahead > 0; --ahead, loader.advance(), to += stage_bytes)
+      loader.copy_weights(to, kBlockTiles * loader.rate2);
+  }
   wait_for_previous_grid();
-  for (int s = 0; s < S::kStages - 1; ++s) {
-    if (x_loader.remaining > 0) {
-      x_loader.copy_x(shared + s * stage_bytes + x_offset);
-      x_loader.advance();
-    }
+  for (int slot = 0; slot < S::kSlots - 1; ++slot) {
+    SharedAddress to = shared + slot * slot_bytes + x_offset;
+    for (int ahead = x_loader.together(); ahead > 0; --ahead, x_loader.advance(), to += stage_bytes) x_loader.copy_x(to);
     cp_async_commit();
   }
 

@@ -13,19 +13,22 @@ constexpr int kUnitDepth = 128;      // k of a unit of work: the grain of the sp
 constexpr int kGroupRows = 8;        // rows of x in one MMA
 constexpr int kStepDepth = 32;       // k decoded at a time: two MMAs deep
 
-// kRows rows of x; kDepth k a pipeline stage; kStages stages. A warp owns one tile of a block's eight, so two blocks an
-// SM give each scheduler four warps: enough to hide latency, and few enough to leave each its registers.
-template <int kRows_, int kDepth_, int kStages_>
+// kRows rows of x; kDepth k a pipeline stage; kStages stages, loaded and multiplied kTogether at a time. A warp owns one
+// tile of a block's eight, so two blocks an SM give each scheduler four warps: enough to hide latency, and few enough to
+// leave each its registers.
+template <int kRows_, int kDepth_, int kStages_, int kTogether_ = 1>
 struct Shape {
-  static constexpr int kRows = kRows_, kDepth = kDepth_, kStages = kStages_;
+  static constexpr int kRows = kRows_, kDepth = kDepth_, kStages = kStages_, kTogether = kTogether_;
   static constexpr int kGroups = kRows / kGroupRows;
   static constexpr int kWarps = kBlockTiles, kThreads = 32 * kWarps;
   static constexpr int kSteps = kDepth / kStepDepth;        // per stage
   static constexpr int kUnitStages = kUnitDepth / kDepth;   // stages per unit
   static constexpr int kTileRows = kDepth / kTile;          // rows of tiles per stage
   static constexpr int kXStageBytes = kRows * kDepth * 2;
+  static constexpr int kSlots = kStages / kTogether;        // of the ring
 
   static_assert(kRows % kGroupRows == 0 && kUnitDepth % kDepth == 0 && kDepth % kStepDepth == 0, "sizes nest");
+  static_assert(kStages % kTogether == 0 && kSlots >= 2, "slots are whole, and one is read while another is filled");
   __host__ __device__ static constexpr int stage_weight_bytes(int rate2) { return kTileRows * kBlockTiles * 16 * rate2; }
   __host__ __device__ static constexpr int shared_bytes(int max_rate2) {
     return kStages * (stage_weight_bytes(max_rate2) + kXStageBytes);

@@ -80,11 +80,18 @@ __global__ void __launch_bounds__(32 * kReconstructWarps) reconstruct_kernel(con
                                 rows, kBlockColumns);
 }
 
-// The A and B fragments of the 16-point Hadamard matrix, exact in fp16: entry (i, j) is -1 to the popcount of i & j.
+// A fragment's pair of entries (i, j), (i, j + 1) of the 16-point Hadamard matrix times 1 / kDivide, exact in fp16: the
+// sign of an entry is -1 to the popcount of i & j.
+template <int kDivide = 1>
 __device__ __forceinline__ uint32_t hadamard_pair(int i, int j) {
-  const uint32_t low = 0x3c00u | (__popc(i & j) & 1) << 15, high = 0x3c00u | (__popc(i & (j + 1)) & 1) << 15;
+  static_assert(kDivide == 1 || kDivide == 16, "powers of two whose fp16 is known here");
+  constexpr uint32_t kEntry = kDivide == 1 ? 0x3c00u : 0x2c00u;
+  const uint32_t low = kEntry | (__popc(i & j) & 1) << 15, high = kEntry | (__popc(i & (j + 1)) & 1) << 15;
   return low | high << 16;
 }
+// The four transforms of a matrix add 128 x 128 weights of up to 4, which is as much as fp16 holds. Dividing by 16 at first
+// leaves room, and costs no bit of what is not far below the rounding of the rest.
+constexpr int kOriginalDivide = 16;
 
 // v <- H8 v over eight registers of fp16 pairs, for each of kCount sets.
 template <int kCount>
@@ -118,8 +125,8 @@ __global__ void __launch_bounds__(32 * kReconstructWarps, kRate2 == 14 ? 2 : 3) 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
   {
     const LanePlace<kRate2> place(lane);
-    const uint32_t h[4] = {hadamard_pair(g, 2 * c), hadamard_pair(g + 8, 2 * c), hadamard_pair(g, 2 * c + 8),
-                           hadamard_pair(g + 8, 2 * c + 8)};
+    const uint32_t h[4] = {hadamard_pair<kOriginalDivide>(g, 2 * c), hadamard_pair<kOriginalDivide>(g + 8, 2 * c),
+                           hadamard_pair<kOriginalDivide>(g, 2 * c + 8), hadamard_pair<kOriginalDivide>(g + 8, 2 * c + 8)};
     const int column = g / 2 * 4 + g % 2;  // of accumulator column g in the first product; two more in the second
     const uint32_t right[2][2] = {{hadamard_pair(column, 2 * c), hadamard_pair(column, 2 * c + 8)},
                                   {hadamard_pair(column + 2, 2 * c), hadamard_pair(column + 2, 2 * c + 8)}};
@@ -169,7 +176,7 @@ __global__ void __launch_bounds__(32 * kReconstructWarps, kRate2 == 14 ? 2 : 3) 
       u[i][0] = read.x, u[i][1] = read.y;
     }
     hadamard_8(u);
-    const float row_scale = __half2float(suh[k0 + row]) / kHadamard;
+    const float row_scale = __half2float(suh[k0 + row]) * (static_cast<float>(kOriginalDivide) / kHadamard);
     uint16_t* to = reinterpret_cast<uint16_t*>(w) + (k0 + row) * stride + n0 + 4 * c;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {

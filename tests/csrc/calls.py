@@ -32,14 +32,22 @@ def linear(
     dependent: bool = False,
     pad: int = 0,
     target: str = "warp",
+    wide: bool = False,
+    blocks: int = 0,
 ) -> torch.Tensor:
-    """[m, sum of widths] `dtype` of operator `linear`. pad: elements between the rows of x and of y."""
+    """[m, sum of widths] `dtype` of operator `linear`, or of `linear_many_rows` on so many blocks.
+
+    pad: elements between the rows of x and of y.
+    """
     m, columns = x.shape[0], sum(shard.width for shard in shards)
 
     def call(arena: Arena) -> torch.Tensor:
         y = arena.empty((m, columns + pad), dtype)
         x_wide = arena.empty((m, x.shape[1] + pad), x.dtype, align=x.dtype.itemsize)[:, : x.shape[1]]
-        enqueue_linear(arena, y[:, :columns], x_wide.copy_(x), shards, splits, dependent, target=target)
+        if blocks:
+            enqueue_many_rows(arena, y[:, :columns], x_wide.copy_(x), shards, blocks, target)
+        else:
+            enqueue_linear(arena, y[:, :columns], x_wide.copy_(x), shards, splits, dependent, target=target, wide=wide)
         load(target).synchronize()
         assert y[:, columns:].isnan().all(), "a write between the rows of y"
         return y[:, :columns]
@@ -56,6 +64,7 @@ def enqueue_linear(
     dependent: bool,
     scratch: torch.Tensor | None = None,
     target: str = "warp",
+    wide: bool = False,
 ) -> torch.Tensor:
     """Launches without waiting, x as it lies; returns the scratch, one made for the purpose unless given."""
     k, blocks = shards[0].k, sum(shard.n for shard in shards) // BLOCK
@@ -63,20 +72,30 @@ def enqueue_linear(
     need = ops.linear_scratch_bytes(x.shape[0], k, blocks, len(shards), splits)
     if scratch is None:
         scratch = arena.empty((need,), torch.uint8, align=256)
-    ops.linear(
-        y,
-        x,
-        arena.copy(torch.cat([shard.trellis.reshape(-1) for shard in shards])),
-        arena.copy(torch.cat([shard.suh for shard in shards])),
-        arena.copy(torch.cat([shard.svh for shard in shards])),
-        scratch,
-        k,
-        [number for shard in shards for number in (shard.n, shard.first, shard.width, shard.rate2)],
-        CODEBOOKS.index(shards[0].book),
-        splits,
-        dependent,
-    )
+    ops.linear(y, x, *_weights(arena, shards), scratch, k, *_numbers(shards), splits, dependent, wide)
     return scratch
+
+
+def enqueue_many_rows(
+    arena: Arena, y: torch.Tensor, x: torch.Tensor, shards: Sequence[Shard], blocks: int, target: str
+) -> None:
+    """Launches without waiting, as on a card of `blocks` multiprocessors."""
+    ops, k = load(target).ops, shards[0].k
+    need = ops.many_rows_scratch_bytes(x.shape[0], k, len(shards), blocks)
+    scratch = arena.empty((need,), torch.uint8, align=256)
+    ops.linear_many_rows(y, x, *_weights(arena, shards), scratch, k, *_numbers(shards), blocks)
+
+
+def _weights(arena: Arena, shards: Sequence[Shard]) -> list[torch.Tensor]:
+    """Trellises, suh and svh, each end to end."""
+    names = ("trellis", "suh", "svh")
+    return [arena.copy(torch.cat([getattr(shard, name).reshape(-1) for shard in shards])) for name in names]
+
+
+def _numbers(shards: Sequence[Shard]) -> tuple[list[int], int]:
+    """The operators' arguments `shards` and `codebook`."""
+    numbers = [number for shard in shards for number in (shard.n, shard.first, shard.width, shard.rate2)]
+    return numbers, CODEBOOKS.index(shards[0].book)
 
 
 def reconstruct(shard: Shard, dtype: torch.dtype) -> torch.Tensor:

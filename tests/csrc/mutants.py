@@ -8,6 +8,9 @@ DEPENDENT = "test_dependent_launches_wait_for_what_they_read"
 ROTATED = "test_reconstruct_is_exact"
 ORIGINAL = "test_reconstruct_original"
 WARPGROUPS = "test_warpgroups_give_the_same_bytes"
+BESIDE = "test_warps_that_decode_beside_warps_that_multiply_give_the_same_bytes"
+MANY = "test_many_rows"
+MANY_MERGED = "test_many_rows_of_merged_projections"
 MERGED = "test_merged_projections"
 ROW_TILES = "test_more_rows_than_a_tile"
 EDGES = "test_types_and_ragged_edges"
@@ -29,17 +32,19 @@ MUTANTS: dict[str, Mutant] = {
     # Barriers and waits.
     "stage-read-before-all-copied": Mutant(
         file="linear.cuh",
-        old="__syncthreads();\n    if (loader.remaining",
-        new="if (loader.remaining",
+        old="__syncthreads();\n    SharedAddress to",
+        new="SharedAddress to",
     ),
     "one-copy-group-too-few": Mutant(
-        file="linear.cuh", old="cp_async_wait<S::kStages - 2>", new="cp_async_wait<S::kStages - 1>"
+        file="linear.cuh", old="cp_async_wait<S::kSlots - 2>", new="cp_async_wait<S::kSlots - 1>"
     ),
     "copies-not-committed": Mutant(
-        file="linear.cuh", old="cp_async_commit();\n    multiply_stage", new="multiply_stage"
+        file="linear.cuh", old="    cp_async_commit();\n    SharedAddress from", new="    SharedAddress from"
     ),
     "product-before-its-input": Mutant(file="linear.cuh", old="  wait_for_previous_grid();\n", new="", test=DEPENDENT),
-    "rotation-before-its-input": Mutant(file="rotate.cuh", old="  wait_for_previous_grid();\n", new="", test=DEPENDENT),
+    "rotation-before-its-input": Mutant(
+        file="rotate.cuh", old="  wait_for_previous_grid();\n  const T* x", new="  const T* x", test=DEPENDENT
+    ),
     "sum-before-its-parts": Mutant(file="finish.cuh", old="  wait_for_previous_grid();\n", new="", test=DEPENDENT),
     "tile-read-before-written": Mutant(file="finish.cuh", old="  __syncthreads();\n", new=""),
     "rows-stored-before-decoded": Mutant(
@@ -54,6 +59,68 @@ MUTANTS: dict[str, Mutant] = {
     "warpgroup-without-fence": Mutant(file="linear.cuh", old="      warpgroup_arrive();\n", new="", test=WARPGROUPS),
     "warpgroup-sums-in-flight": Mutant(
         file="linear.cuh", old="warpgroup_wait<0>", new="warpgroup_wait<1>", test=WARPGROUPS
+    ),
+    "slot-loaded-beyond-its-column-block": Mutant(
+        file="linear.cuh", old="min(min(S::kTogether, left_in_block), remaining)", new="min(S::kTogether, remaining)"
+    ),
+    # Warps that decode beside warps that multiply.
+    "weights-multiplied-before-published": Mutant(
+        file="wide.cuh", old="      publish_shared();\n", new="", test=BESIDE
+    ),
+    "weights-stored-over-those-in-use": Mutant(
+        file="wide.cuh", old="      barrier_wait(shared.empty(turn.stage), turn.parity ^ 1);\n", new="", test=BESIDE
+    ),
+    "weights-multiplied-before-stored": Mutant(
+        file="wide.cuh", old="      barrier_wait(shared.weights_full(turn.stage), turn.parity);\n", new="", test=BESIDE
+    ),
+    "stage-released-while-it-is-read": Mutant(
+        file="wide.cuh", old="if (before >= 0) release(before);", new="release(turn.stage);", test=BESIDE
+    ),
+    "packed-weights-decoded-before-they-came": Mutant(
+        file="wide.cuh",
+        old="      barrier_wait(shared.packed_full(packed.stage), packed.parity);\n",
+        new="",
+        test=BESIDE,
+    ),
+    "packed-weights-overwritten": Mutant(
+        file="wide.cuh",
+        old="barrier_wait(shared.packed_empty(before), packed.stage == 0 ? packed.parity ^ 1 : packed.parity);",
+        new="",
+        test=BESIDE,
+    ),
+    "matrix-stored-elsewhere": Mutant(
+        file="wide.cuh", old="lane / 16 * (kBlockColumns * 16)", new="lane / 16 * 256", test=BESIDE
+    ),
+    "warpgroups-multiply-the-same-columns": Mutant(
+        file="wide.cuh",
+        old="warp / 4 * (kBlockColumns / 2 * 16)",
+        new="warp / 8 * (kBlockColumns / 2 * 16)",
+        test=BESIDE,
+    ),
+    "parts-of-a-run-in-one-place": Mutant(file="wide.cuh", old="(2 * run + (first == 0))", new="(2 * run)", test=MANY),
+    "border-at-a-tile-begin-missed": Mutant(
+        file="wide.cuh", old="work.cut.start(first) > begin", new="work.cut.start(first) >= begin", test=MANY
+    ),
+    "rows-read-before-they-are-put": Mutant(
+        file="wide.cuh",
+        old="    group_barrier<32 * kConsumerWarps>(1);\n    float u",
+        new="    float u",
+        test=MANY,
+    ),
+    "rows-put-over-those-being-read": Mutant(
+        file="wide.cuh",
+        old="    group_barrier<32 * kConsumerWarps>(1);\n#pragma unroll\n    for (int span",
+        new="#pragma unroll\n    for (int span",
+        test=MANY,
+    ),
+    "four-columns-at-once-too-often": Mutant(
+        file="wide.cuh", old="wide && n >= 0 && n + 4 <= shard.width", new="wide && n >= 0", test=MANY_MERGED
+    ),
+    "rotated-rows-of-the-first-shard": Mutant(
+        file="rotate.cuh",
+        old="signs = *reinterpret_cast<const uint2*>(static_cast<const __half*>(args.shard[blockIdx.z].suh)",
+        new="signs = *reinterpret_cast<const uint2*>(static_cast<const __half*>(args.shard[0].suh)",
+        test=MANY_MERGED,
     ),
     # Stages, tiles and rows in the wrong place.
     "ring-fills-what-is-next": Mutant(
@@ -114,7 +181,10 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "transform-signs-swapped": Mutant(file="hadamard.cuh", old="? -1.0f : 1.0f", new="? 1.0f : -1.0f"),
     "signs-of-the-first-shard": Mutant(
-        file="rotate.cuh", old="args.shard[blockIdx.z].suh", new="args.shard[0].suh", test=MERGED
+        file="rotate.cuh",
+        old="suh = static_cast<const __half*>(args.shard[blockIdx.z].suh)",
+        new="suh = static_cast<const __half*>(args.shard[0].suh)",
+        test=MERGED,
     ),
     "input-one-channel-too-wide": Mutant(
         file="rotate.cuh", old="first + i < args.k_true", new="first + i <= args.k_true", test=EDGES

@@ -74,6 +74,12 @@ def test_torch_symbols_are_the_listed_ones(build):
     assert sorted(set(torch_symbols) - WEAK) == sorted(set(listed) - WEAK)
 
 
+def test_the_oldest_glibc_that_it_loads_into(build):
+    """What a wheel with the extension may call itself: manylinux_2_34."""
+    versions = [re.search(r"@GLIBC_([\d.]+)$", name) for name in symbols(build.library, "undefined")]
+    assert max(tuple(map(int, found[1].split("."))) for found in versions if found) <= (2, 34)
+
+
 # Of the C++ runtime, resolved where it is there.
 WEAK = {"_ITM_deregisterTMCloneTable", "_ITM_registerTMCloneTable", "__gmon_start__", "__cxa_finalize"}
 

@@ -46,6 +46,24 @@ def test_warpgroups_give_the_same_bytes(book, rate):
         assert same_bytes(linear(x[-m:], [shard], splits=1, target="warpgroup"), warps)
 
 
+@pytest.mark.parametrize("book, rate", FORMATS)
+def test_warps_that_decode_beside_warps_that_multiply_give_the_same_bytes(book, rate):
+    """The kernels of SM90 for many rows, cut as the others are; each ring of stages goes round."""
+    shard, x = random_shard(640, 256, rate, book), random_x(100, 640)
+    for splits in (1, 5):
+        want = linear(x, [shard], splits=splits)
+        assert same_bytes(linear(x, [shard], splits=splits, target="warpgroup", wide=True), want)
+
+
+@pytest.mark.parametrize("book, rate", [("mcg", 3), ("mcg", 4), ("mul1", 2.5), ("3inst", 8)])
+@pytest.mark.parametrize("m, blocks", [(70, 1), (70, 2), (300, 4), (300, 5), (300, 6), (600, 100)])
+def test_many_rows(book, rate, m, blocks):
+    """Whole tiles and tiles that several blocks share, as few blocks as one and more than there is work for."""
+    shard, x = random_shard(384, 256, rate, book), random_x(m, 384)
+    y = linear(x, [shard], target="warpgroup", blocks=blocks)
+    assert error(y, shard.product(x)) < EXACT
+
+
 @pytest.mark.parametrize("splits", [1, 2, 4, 5, 8, 9, 100])
 def test_every_cut_of_the_work(splits):
     """Nine units of work: runs of units that end within column blocks, at their borders, and one unit each."""
@@ -87,6 +105,18 @@ def test_merged_projections(m, target, splits):
     parts = y.split([shard.width for shard in MERGED], dim=1)
     for shard, part in zip(MERGED, parts, strict=True):
         assert error(part, shard.product(x)) < EXACT
+
+
+@pytest.mark.parametrize("y_type", ROUNDED)
+@pytest.mark.parametrize("pad", [0, 3, 8])
+@pytest.mark.parametrize("blocks", [1, 5])
+def test_many_rows_of_merged_projections(y_type, pad, blocks):
+    """Columns cut at any place, rows apart, parts that end within a shard."""
+    x = random_x(280, 250, torch.bfloat16)
+    y = linear(x, MERGED, dtype=y_type, pad=pad, target="warpgroup", blocks=blocks)
+    parts = y.split([shard.width for shard in MERGED], dim=1)
+    for shard, part in zip(MERGED, parts, strict=True):
+        assert error(part, shard.product(x)) < ROUNDED[y_type]
 
 
 @pytest.mark.parametrize("m", [1, 17])
@@ -143,19 +173,20 @@ def test_hadamard(x_type, y_type, signs):
     assert error(got, want) < ROUNDED[y_type]
 
 
-SHARD = random_shard(128, 256, 3, "mcg")
+SHARD, ARENA = random_shard(128, 256, 3, "mcg"), Arena()
 GOOD = {
     "y": torch.zeros(2, 256),
     "x": torch.zeros(2, 128),
     "trellis": SHARD.trellis,
     "suh": SHARD.suh,
     "svh": SHARD.svh,
-    "scratch": torch.zeros(1 << 16, dtype=torch.uint8),
+    "scratch": ARENA.empty((1 << 16,), torch.uint8, align=256),
     "k": 128,
     "shards": [256, 0, 256, 6],
     "codebook": 1,
     "splits": 2,
     "dependent_launch": False,
+    "wide": False,
 }
 REFUSALS = [
     ({"x": torch.zeros(2, 129)}, "x has 129 columns, want at most k = 128"),
@@ -174,6 +205,8 @@ REFUSALS = [
     ({"svh": SHARD.svh.repeat(2)[::2]}, "svh is not contiguous"),
     ({"scratch": torch.zeros(4095, dtype=torch.uint8)}, "scratch has 4095 elements, want at least "),
     ({"splits": 0}, "splits is 0, want at least 1"),
+    ({"trellis": torch.cat((SHARD.trellis.view(-1),) * 2)[1:]}, "trellis begins at "),
+    ({"svh": torch.zeros(300, dtype=torch.half)[2:]}, "svh begins at "),
 ]
 
 

@@ -33,6 +33,14 @@ def test_scratch_is_sized_as_the_kernels_size_it(rows, k, columns, shards, split
     assert ops.fused_scratch_bytes(rows, k, columns, shards, splits) == want
 
 
+@pytest.mark.parametrize("rows", [1, 256, 257, 2048])
+@pytest.mark.parametrize("k, shards, sms", [(128, 1, 1), (4096, 8, 132)])
+def test_scratch_for_many_rows_is_sized_as_the_kernel_sizes_it(rows, k, shards, sms):
+    want = load("warp").ops.many_rows_scratch_bytes(rows, k, shards, sms)
+    assert ops.many_scratch_bytes(rows, k, shards, sms) == want
+    assert ops.many_scratch_bytes(3 * ops.MANY_SLICE, k, shards, sms) == ops.many_scratch_bytes(2048, k, shards, sms)
+
+
 def test_numbers_agree_with_the_sources():
     header = (KERNELS / "exl3.h").read_text(encoding="utf-8")
     assert f"kMaxShards = {native.MAX_SHARDS};" in header
@@ -87,5 +95,6 @@ def test_operators_of_layers_have_fakes():
         for size, dtype in ((1, torch.int16), (1, torch.half), (1, torch.half))
     ]
     x = torch.empty(7, 250, dtype=torch.bfloat16, device="meta")
-    for call in (ops.linear(x, *meta, 256, shards, 2, 3, 8, 128), ops.parity_linear(x, *meta, 256, shards, 2)):
-        assert (tuple(call.shape), call.dtype) == ((7, 300), torch.bfloat16)
+    ours = ops.linear(x, *meta, 256, shards, 2, 3, 8, 0, 128, 90, 132)
+    for result in (ours, ops.parity_linear(x, *meta, 256, shards, 2)):
+        assert (tuple(result.shape), result.dtype) == ((7, 300), torch.bfloat16)

@@ -14,6 +14,8 @@ from vllm.model_executor.layers.quantization.exl3_trellis.layout import trellis_
 from vllm.model_executor.layers.quantization.exl3_trellis.reference import decode_rotated, hadamard
 
 DEVICE = torch.device("cuda")
+CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+SM90 = CAPABILITY == (9, 0)
 BOOK_RATES = [(book, rate) for book in ("3inst", "mcg", "mul1") for rate in WHOLE_RATES]
 BOOK_RATES += [("mul1", rate) for rate in HALF_RATES]
 ROWS = [*range(1, 18), 31, 32, 33, 63, 64, 65, 127, 128, 129, 512, 2048]
@@ -71,5 +73,15 @@ def fused(of: Layer, x: torch.Tensor, splits: int = 11, dtype: torch.dtype = tor
     size = ops.fused_scratch_bytes(x.shape[0], of.k, of.n, 1, splits)
     poison = torch.full((size,), 255, dtype=torch.uint8, device=DEVICE)
     code = ops.CODEBOOK_CODES[of.book]
-    torch.ops.exl3.linear(y, x, of.trellis.view(-1), of.suh, of.svh, poison, of.k, of.shard, code, splits, True)
+    torch.ops.exl3.linear(y, x, of.trellis.view(-1), of.suh, of.svh, poison, of.k, of.shard, code, splits, True, SM90)
+    return y
+
+
+def many_rows(of: Layer, x: torch.Tensor, blocks: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """y by SM90's kernel for many rows, from poisoned scratch into a poisoned output."""
+    y = torch.full((x.shape[0], of.n), float("nan"), dtype=dtype, device=DEVICE)
+    size = ops.many_scratch_bytes(x.shape[0], of.k, 1, blocks)
+    poison = torch.full((size,), 255, dtype=torch.uint8, device=DEVICE)
+    code = ops.CODEBOOK_CODES[of.book]
+    torch.ops.exl3.linear_many_rows(y, x, of.trellis.view(-1), of.suh, of.svh, poison, of.k, of.shard, code, blocks)
     return y

@@ -14,7 +14,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.gpu.cases import BOOK_RATES, DEVICE, fused, layer  # noqa: E402
+from tests.gpu.cases import BOOK_RATES, DEVICE, SM90, fused, layer, many_rows  # noqa: E402
 from vllm.model_executor.layers.quantization.exl3_trellis import ops  # noqa: E402
 
 
@@ -32,6 +32,9 @@ def main() -> int:
         code, rate2 = ops.CODEBOOK_CODES[book], round(2 * rate)
         for rows in (1, 9, 17, 33, 65):
             fused(of, torch.randn(rows, 250, device=DEVICE, dtype=torch.float16), 3)
+            calls += 1
+        for blocks in (1, 3) if SM90 else ():
+            many_rows(of, torch.randn(300, 250, device=DEVICE, dtype=torch.float16), blocks)
             calls += 1
         w = torch.empty(256, 128, dtype=torch.float16, device=DEVICE)
         torch.ops.exl3.reconstruct(w, of.trellis, rate2, code)

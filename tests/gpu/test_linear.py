@@ -8,8 +8,9 @@ import importlib.util
 import pytest
 import torch
 
-from tests.gpu.cases import BOOK_RATES, DEVICE, ROWS, Layer, error, fused, layer
+from tests.gpu.cases import BOOK_RATES, CAPABILITY, DEVICE, ROWS, SM90, Layer, error, fused, layer, many_rows
 from vllm.model_executor.layers.quantization.exl3_trellis import ops
+from vllm.model_executor.layers.quantization.exl3_trellis.backends.native import EVERY_ROW
 
 K, N = 640, 384  # straddle the units of 128, with fewer column blocks than thread blocks
 
@@ -19,10 +20,14 @@ def activations(rows: int, width: int = K, dtype: torch.dtype = torch.float16) -
     return torch.randn(rows, width, generator=g, device=DEVICE).to(dtype)
 
 
-def call(of: Layer, x: torch.Tensor, fused_rows: int = 1 << 20, chunk: int = 256) -> torch.Tensor:
-    """As a layer calls it: output in x's dtype, scratch from the stream."""
-    code = ops.CODEBOOK_CODES[of.book]
-    return ops.linear(x, of.trellis.view(-1), of.suh, of.svh, of.k, of.shard, code, 11, fused_rows, chunk)
+CARD = (10 * CAPABILITY[0] + CAPABILITY[1], 7)  # SM, and blocks: a few
+WAYS = [(EVERY_ROW, 0), (0, 0), *([(0, EVERY_ROW)] if SM90 else [])]  # rows fused, and by SM90's kernel
+
+
+def call(of: Layer, x: torch.Tensor, fused_rows: int = EVERY_ROW, many_rows: int = 0, chunk: int = 256) -> torch.Tensor:
+    """As a layer calls it: output in x's dtype."""
+    numbers = (ops.CODEBOOK_CODES[of.book], 11, fused_rows, many_rows, chunk, *CARD)
+    return ops.linear(x, of.trellis.view(-1), of.suh, of.svh, of.k, of.shard, *numbers)
 
 
 @pytest.mark.parametrize(("book", "rate"), BOOK_RATES)
@@ -41,6 +46,26 @@ def test_a_row_has_the_same_bytes_alone_and_in_any_batch(book: str, rate: float)
     for rows in (2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 300):
         assert torch.equal(fused(of, x[:rows])[:40], alone[:rows]), f"{rows} rows"
         assert torch.equal(fused(of, x[-rows:]), fused(of, x)[-rows:]), f"the last {rows} rows"
+
+
+@pytest.mark.skipif(not SM90, reason="a kernel that only SM90 has")
+@pytest.mark.parametrize(("book", "rate"), BOOK_RATES)
+def test_many_rows_match_float64(book: str, rate: float) -> None:
+    of = layer(K, N, rate, book)
+    for rows in (1, 129, 256, 257, 512, 2048):
+        x = activations(rows)
+        for blocks in (1, 3, 132):
+            assert error(many_rows(of, x, blocks), of.truth(x)) < 2.6e-4, f"{rows} rows, {blocks} blocks"
+
+
+@pytest.mark.skipif(not SM90, reason="a kernel that only SM90 has")
+def test_many_rows_of_a_large_layer_give_the_same_bytes_each_time() -> None:
+    of = layer(4096, 2560, 3.0, "mcg")
+    for rows in (200, 1024, 2048):
+        x = activations(rows, 4096)
+        y = many_rows(of, x, 132, torch.bfloat16)
+        assert error(y, of.truth(x)) < 3e-3
+        assert all(torch.equal(many_rows(of, x, 132, torch.bfloat16), y) for _ in range(20))
 
 
 @pytest.mark.parametrize("splits", [1, 2, 7, 15, 132, 264])
@@ -84,16 +109,16 @@ def test_error_is_not_above_exllamav3(book: str, rate: float) -> None:
 def test_short_inputs_count_as_zeros_and_outputs_are_cut() -> None:
     of = layer(K, N, 3.0, "mcg")
     code = ops.CODEBOOK_CODES["mcg"]
-    for rows, fused_rows in ((3, 8), (70, 128), (70, 0)):
+    for rows, ways in ((3, WAYS[0]), *((70, way) for way in WAYS)):
         x = activations(rows, 576)
-        y = ops.linear(x, of.trellis.view(-1), of.suh, of.svh, K, [N, 70, 200, 6], code, 11, fused_rows, 128)
+        y = ops.linear(x, of.trellis.view(-1), of.suh, of.svh, K, [N, 70, 200, 6], code, 11, *ways, 128, *CARD)
         assert y.shape == (rows, 200)
         assert error(y, of.truth(x)[:, 70:270]) < 1e-3
 
 
 @pytest.mark.parametrize("rates", [(3.0, 3.0, 3.0), (3.0, 4.0, 6.0), (2.0, 8.0)])
-@pytest.mark.parametrize("fused_rows", [1 << 20, 0])
-def test_merged_outputs_of_several_rates(rates: tuple[float, ...], fused_rows: int) -> None:
+@pytest.mark.parametrize("ways", WAYS)
+def test_merged_outputs_of_several_rates(rates: tuple[float, ...], ways: tuple[int, int]) -> None:
     sizes = zip((384, 128, 256), rates, strict=False)
     layers = [layer(K, n, rate, "mul1", seed) for seed, (n, rate) in enumerate(sizes)]
     widths = [of.n - 5 for of in layers]
@@ -102,7 +127,7 @@ def test_merged_outputs_of_several_rates(rates: tuple[float, ...], fused_rows: i
     shards = [i for of, width in zip(layers, widths, strict=True) for i in (of.n, 0, width, round(2 * of.rate))]
     for rows in (1, 16, 50):
         x = activations(rows)
-        y = ops.linear(x, trellis, suh, svh, K, shards, 2, 11, fused_rows, 128)
+        y = ops.linear(x, trellis, suh, svh, K, shards, 2, 11, *ways, 128, *CARD)
         truth = torch.cat([of.truth(x)[:, :width] for of, width in zip(layers, widths, strict=True)], dim=1)
         assert error(y, truth) < 1e-3
 
@@ -144,5 +169,5 @@ def test_bad_arguments_are_named(change: dict[str, object], message: str) -> Non
     arguments = {"k": K, "shards": of.shard} | change
     with pytest.raises(RuntimeError, match=message.replace("(", r"\(")):
         torch.ops.exl3.linear(
-            y, x, of.trellis.view(-1), of.suh, of.svh, scratch, arguments["k"], arguments["shards"], 1, 11, True
+            y, x, of.trellis.view(-1), of.suh, of.svh, scratch, arguments["k"], arguments["shards"], 1, 11, True, False
         )

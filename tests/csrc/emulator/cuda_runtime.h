@@ -50,10 +50,16 @@ inline const char* cudaGetErrorString(cudaError_t status) {
   return status == cudaErrorInvalidValue ? "invalid argument" : status == cudaSuccess ? "no error" : emulate::what_failed();
 }
 
-enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
+enum cudaLaunchAttributeID {
+  cudaLaunchAttributeClusterDimension = 4,
+  cudaLaunchAttributeProgrammaticStreamSerialization = 6,
+};
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
-  struct { int programmaticStreamSerializationAllowed; } val;
+  struct {
+    int programmaticStreamSerializationAllowed;
+    dim3 clusterDim;
+  } val;
 };
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
@@ -72,7 +78,12 @@ inline cudaError_t cudaGetLastError() { return std::exchange(last_launch(), cuda
 
 template <class... P>
 cudaError_t cudaFuncSetAttribute(void (*kernel)(P...), cudaFuncAttribute, int value) {
-  return static_cast<cudaError_t>(emulate::allow_shared_bytes(reinterpret_cast<const void*>(kernel), value));
+#if defined(EXL3_WARPGROUP) && EXL3_WARPGROUP
+  constexpr int most = emulate::kLargestSharedBytes;
+#else
+  constexpr int most = emulate::kLeastSharedBytes;
+#endif
+  return static_cast<cudaError_t>(emulate::allow_shared_bytes(reinterpret_cast<const void*>(kernel), value, most));
 }
 
 template <class... P, class... A>

@@ -56,14 +56,32 @@ struct Fault {
   std::string message;
 };
 
-enum class State { kReady, kWarp, kBlock, kGrid, kDone };
+enum class State { kReady, kWarp, kBlock, kGrid, kBarrier, kDone };
 const char* const kWaits[] = {"runs", "waits for its warp", "waits for its block", "waits for the grid before",
-                              "has returned"};
+                              "waits for a barrier", "has returned"};
 
 struct Copy {
   uint32_t to;
   const void* from;
   int group;
+};
+
+struct BulkCopy {
+  uint32_t to;
+  const void* from;
+  uint32_t bytes;
+};
+
+struct Barrier {
+  uint32_t arrivals, missing;  // of a phase, and of this one
+  int64_t bytes = 0;           // announced and not yet copied
+  uint32_t phase = 0;
+  std::vector<BulkCopy> copies;
+};
+
+struct Group {
+  int arrived = 0;
+  unsigned phase = 0;
 };
 
 struct Fiber {
@@ -85,6 +103,9 @@ struct Block {
   std::vector<unsigned char> published;
   std::map<int, std::vector<unsigned char>> statics;  // each with kBorder bytes of kBorderFill after it
   size_t static_bytes = 0;
+  std::map<uint32_t, Barrier> barriers;
+  std::map<int, Group> groups;
+  bool progress = false;  // since the warps were last gone through
   int running = -1;
 };
 
@@ -148,13 +169,16 @@ void resume(int thread) {
   threadIdx = {static_cast<unsigned>(thread), 0, 0};
   exl3_emulator_switch(&scheduler, self().stack);
   if (!fault.empty()) throw Fault{fault};
+  block->progress |= self().state != State::kBarrier;
 }
 
 void run_grid(size_t index);
 
-// Runs a warp until each of its lanes waits for the block or has returned.
+// Runs a warp until each of its lanes waits for the block, a barrier or a lane that does, or has returned.
 void run_warp(int first, size_t grid) {
   auto* const lanes = &block->fibers[first];
+  for (int lane = 0; lane < kLanes; ++lane)
+    if (lanes[lane].state == State::kBarrier) lanes[lane].state = State::kReady;
   for (;;) {
     for (int i = 0; i < kLanes; ++i) {
       const int lane = backward ? kLanes - 1 - i : i;
@@ -163,6 +187,8 @@ void run_warp(int first, size_t grid) {
         resume(first + lane);
       }
     }
+    for (int lane = 0; lane < kLanes; ++lane)
+      if (lanes[lane].state == State::kBarrier) return;
     void* requests[kLanes];
     int together = 0;
     for (int lane = 0; lane < kLanes; ++lane) {
@@ -207,11 +233,14 @@ void run_block(const Grid& work, size_t grid, const Memory& memory) {
       block = &mine;
       run_warp(backward ? threads - kLanes - i : i, grid);
     }
-    int waiting = 0, other = -1;
+    int waiting = 0, other = -1, stuck = -1;
     for (int thread = 0; thread < threads; ++thread) {
+      if (mine.fibers[thread].state == State::kBarrier) stuck = thread;
       if (mine.fibers[thread].state == State::kBlock) ++waiting;
       else other = thread;
     }
+    if (stuck >= 0 && !std::exchange(mine.progress, false)) fail("a barrier that thread %d waits for never completes", stuck);
+    if (stuck >= 0) continue;
     if (waiting == 0) return check_borders(mine);
     if (waiting < threads) fail("a barrier that thread %d never reaches: it %s", other,
                                 kWaits[static_cast<int>(mine.fibers[other].state)]);
@@ -316,6 +345,78 @@ void finish_copies(int but) {
   copies.erase(copies.begin(), copies.begin() + static_cast<std::ptrdiff_t>(finished));
 }
 
+namespace {
+Barrier& barrier_at(uint32_t address) {
+  shared_pointer(address, 8, "mbarrier");
+  const auto found = block->barriers.find(address);
+  if (found == block->barriers.end()) fail("mbarrier: offset %u was not initialized", address - kSharedBase);
+  return found->second;
+}
+void flip_if_complete(Barrier& barrier) {
+  if (barrier.missing > 0 || barrier.bytes != 0) return;
+  barrier.missing = barrier.arrivals;
+  barrier.phase ^= 1;
+  block->progress = true;
+}
+void perform(Barrier& barrier, const BulkCopy& copy) {
+  for (uint32_t at = 0; at < copy.bytes; at += 16) {
+    const auto* from = static_cast<const unsigned char*>(copy.from) + at;
+    std::memcpy(shared_pointer(copy.to + at, 16, "cp.async.bulk"), from, 16);
+    std::memcpy(published_pointer(copy.to + at, 16, "cp.async.bulk"), from, 16);
+  }
+  barrier.bytes -= copy.bytes;
+}
+}  // namespace
+
+void barrier_init(uint32_t address, uint32_t arrivals) {
+  shared_pointer(address, 8, "mbarrier.init");
+  if (!block->barriers.emplace(address, Barrier{arrivals, arrivals, 0, 0, {}}).second)
+    fail("mbarrier.init: offset %u twice", address - kSharedBase);
+}
+
+void barrier_arrive(uint32_t address, uint32_t bytes) {
+  Barrier& barrier = barrier_at(address);
+  if (barrier.missing == 0) fail("mbarrier.arrive: offset %u, more arrivals than expected", address - kSharedBase);
+  --barrier.missing;
+  barrier.bytes += bytes;
+  flip_if_complete(barrier);
+}
+
+void barrier_wait(uint32_t address, uint32_t parity) {
+  for (;;) {
+    Barrier& barrier = barrier_at(address);
+    if (barrier.phase != parity) return;
+    for (const auto& copy : std::exchange(barrier.copies, {})) perform(barrier, copy);
+    flip_if_complete(barrier);
+    if (barrier.phase == parity) leave(State::kBarrier);
+  }
+}
+
+void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t address) {
+  Barrier& barrier = barrier_at(address);
+  if (bytes == 0 || bytes % 16 || reinterpret_cast<uintptr_t>(from) % 16)
+    fail("cp.async.bulk: %u bytes from %p, want multiples of 16", bytes, from);
+  shared_pointer(to, 16, "cp.async.bulk");
+  if (early_copies) {
+    perform(barrier, {to, from, bytes});
+    flip_if_complete(barrier);
+  } else {
+    barrier.copies.push_back({to, from, bytes});
+  }
+}
+
+void wait_for_group(int id, int threads) {
+  if (id < 1 || id > 15 || threads % kLanes) fail("bar.sync: barrier %d of %d threads", id, threads);
+  const unsigned phase = block->groups[id].phase;
+  if (++block->groups[id].arrived == threads) {
+    block->groups[id] = {0, phase + 1};
+    block->progress = true;
+  }
+  while (block->groups[id].phase == phase) leave(State::kBarrier);
+}
+
+void written(uint32_t address) { self().unpublished.push_back(address); }
+
 unsigned char* shared_pointer(uint32_t address, uint32_t bytes, const char* what) {
   const uint32_t offset = address - kSharedBase;
   if (address < kSharedBase || offset + bytes > block->shared_bytes)
@@ -353,8 +454,8 @@ void* static_shared(int key, size_t bytes) {
 
 const char* what_failed() { return fault.c_str(); }
 
-int allow_shared_bytes(const void* kernel, int bytes) {
-  if (bytes < 0 || bytes > kLargestSharedBytes) return cudaErrorInvalidValue;
+int allow_shared_bytes(const void* kernel, int bytes, int most) {
+  if (bytes < 0 || bytes > most) return cudaErrorInvalidValue;
   allowed_shared[kernel] = bytes;
   return cudaSuccess;
 }

@@ -23,7 +23,8 @@ struct Dim {
 constexpr int kLanes = 32;
 constexpr uint32_t kSharedBase = 0x400;      // where dynamic shared memory begins: an address is not an offset
 constexpr int kDefaultSharedBytes = 48 << 10;
-constexpr int kLargestSharedBytes = 99 << 10;  // the least that any card from SM80 on lets a block ask for (SM86, 89, 120)
+constexpr int kLargestSharedBytes = 227 << 10;  // of SM90, whose kernels may ask for it
+constexpr int kLeastSharedBytes = 99 << 10;     // that any card from SM80 on lets a block ask for (SM86, 89, 120)
 constexpr int kMostThreads = 1024;
 
 // What a warp does together once all its lanes are there: requests holds one lane's operands each.
@@ -37,11 +38,20 @@ void copy_later(uint32_t to, const void* from);
 void commit_copies();
 void finish_copies(int but);
 
+// Barriers in shared memory that count arrivals and announced bytes; a waiting fiber lets the others run. The copy engine's
+// copies are visible to all once counted, and happen when somebody waits for them.
+void barrier_init(uint32_t barrier, uint32_t arrivals);
+void barrier_arrive(uint32_t barrier, uint32_t bytes);
+void barrier_wait(uint32_t barrier, uint32_t parity);
+void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier);
+void wait_for_group(int id, int threads);  // barrier `id` of some of the block's threads
+
 bool lands_early();  // of the schedule: what is asynchronous happens at once, and not at the last moment
 
 // This thread's finished copies become visible to instructions that read shared memory as another proxy: those read
 // published_pointer(), checked as shared_pointer(), where all else is NaN.
 void publish_copies();
+void written(uint32_t address);  // 16 bytes, which await publish_copies()
 unsigned char* published_pointer(uint32_t address, uint32_t bytes, const char* what);
 
 // A fiber's own variable; one type only.
@@ -67,6 +77,6 @@ T& block_shared(int key) {
 // point where it waits for that; any other waits for all ahead of it first.
 int enqueue(std::function<void()> thread, const void* kernel, Dim grid, Dim block, size_t shared_bytes, bool dependent);
 const char* what_failed();  // of a launch that was refused because a kernel before it failed
-int allow_shared_bytes(const void* kernel, int bytes);
+int allow_shared_bytes(const void* kernel, int bytes, int most);
 
 }  // namespace emulate

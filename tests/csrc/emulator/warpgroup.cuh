@@ -30,6 +30,8 @@ struct Product {
   const uint32_t* a;
   MatrixDescriptor x;
   int groups, committed;  // groups of eight rows of x; whether a commit followed
+  MatrixDescriptor shared_a{};  // where a is null
+  int quarter = 0;              // of its 64 rows
 };
 struct Background {  // of one lane
   std::vector<Product> products;
@@ -39,11 +41,17 @@ struct Background {  // of one lane
 
 // One product of all lanes, its x read as its descriptor says.
 inline void multiply_quarter(const Product* const (&lanes)[emulate::kLanes]) {
+  uint32_t a[emulate::kLanes][4];
+  for (int lane = 0; lane < emulate::kLanes && !lanes[0]->a; ++lane)
+    for (int r = 0; r < 4; ++r) {
+      const SharedAddress core = lanes[0]->shared_a.x + (2 * lanes[0]->quarter + r % 2) * 128 + r / 2 * lanes[0]->shared_a.along_k;
+      std::memcpy(&a[lane][r], emulate::published_pointer(core + lane / 4 * 16, 16, "wgmma") + lane % 4 * 4, 4);
+    }
   for (int group = 0; group < lanes[0]->groups; ++group) {
     MmaOperands operands[emulate::kLanes];
     void* requests[emulate::kLanes];
     for (int lane = 0; lane < emulate::kLanes; ++lane) {
-      operands[lane] = {lanes[lane]->d[group], lanes[lane]->a, {}};
+      operands[lane] = {lanes[lane]->d[group], lanes[lane]->a ? lanes[lane]->a : a[lane], {}};
       for (int half = 0; half < 2; ++half) {
         const SharedAddress chunk = lanes[0]->x.chunk(half, group * 8 + lane / 4);
         std::memcpy(&operands[lane].b[half], emulate::published_pointer(chunk, 16, "wgmma") + lane % 4 * 4, 4);
@@ -87,6 +95,13 @@ void warpgroup_mma(float (&d)[kGroups][4], const uint32_t (&a)[4], MatrixDescrip
   auto& mine = emulate::local<Background>();
   if (!mine.arrived) emulate::fail("wgmma.mma_async: registers without wgmma.fence");
   mine.products.push_back({d, a, x, kGroups, 0});
+  if (emulate::lands_early()) finish(mine.products.size());
+}
+template <int kGroups>
+void warpgroup_mma(float (&d)[kGroups][4], MatrixDescriptor a, MatrixDescriptor x) {
+  auto& mine = emulate::local<Background>();
+  if (!mine.arrived) emulate::fail("wgmma.mma_async: registers without wgmma.fence");
+  mine.products.push_back({d, nullptr, x, kGroups, 0, a, static_cast<int>(threadIdx.x / emulate::kLanes % 4)});
   if (emulate::lands_early()) finish(mine.products.size());
 }
 

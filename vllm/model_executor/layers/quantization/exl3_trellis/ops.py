@@ -6,7 +6,8 @@ that torch.compile sees one opaque node and CUDA graphs capture what it launches
 compiled extension (csrc/exl3, namespace `exl3`), which write into buffers given to them.  Without the extension this
 module imports all the same; `load()` says why it is missing.
 
-Scratch memory belongs to the stream that uses it: two streams never share one, and one stream runs one call at a time.
+Scratch memory is taken from torch's allocator for one call and given back with it, as any temporary tensor is: every
+stream, graph and engine gets its own, nothing outlives a call, and a captured graph's lies in the graph's pool.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ EXTENSION = Path(__file__).with_name("_exl3_C.abi3.so")
 CODEBOOK_CODES = {"3inst": 0, "mcg": 1, "mul1": 2}
 SHARD_INTS = 4  # n, first, width, 2 * rate
 ROW_TILES = (8, 16, 32, 64, 128)  # rows of x the fused kernels take at once; the last may repeat
+MANY_TILE = 256  # rows of SM90's kernel for many rows
+MANY_SLICE = 2048  # most rows of one call of it, which bounds its scratch
 
 
 @functools.cache
@@ -50,27 +53,22 @@ def fused_scratch_bytes(rows: int, k: int, columns: int, shards: int, splits: in
     return tiles * tile * (shards * k * 2 + (splits + columns // 128) * 128 * 4)
 
 
-_buffers: dict[tuple[int, int], list[torch.Tensor]] = {}
-_reserved: dict[int, int] = {}
+def many_scratch_bytes(rows: int, k: int, shards: int, sms: int) -> int:
+    """Scratch of one call for many rows on SM90, as csrc/exl3/wide.cu lays it out: rotated inputs, partial sums."""
+    tiles = -(-min(rows, MANY_SLICE) // MANY_TILE)
+    return MANY_TILE * (shards * tiles * k * 2 + 2 * sms * 128 * 4)
 
 
-def reserve(device: torch.device, size: int) -> None:
-    """Say that calls on `device` may need `size` bytes of scratch, before the first of them."""
-    index = device.index or 0
-    _reserved[index] = max(size, _reserved.get(index, 0))
+def dense_scratch_bytes(width: int, shards: list[int], chunk_columns: int, item: int = 2) -> int:
+    """Scratch of a call that decodes to the original basis: one chunk of the matrix, `item` bytes an element."""
+    return width * min(chunk_columns, max(shards[0::SHARD_INTS])) * item
 
 
-def scratch(device: torch.device, size: int) -> torch.Tensor:
-    """At least `size` bytes that belong to the current stream of `device`.
-
-    Allocated once per stream at the largest size reserved.  A later, larger demand keeps the old buffer alive beside
-    the new one: graphs captured before hold its address.
+def scratch(x: torch.Tensor, size: int) -> torch.Tensor:
+    """`size` bytes for one call, beside x.  No longer held when the call returns, though the card may still use them:
+    what takes their place runs on the same stream.
     """
-    key = (device.index or 0, torch.cuda.current_stream(device).cuda_stream)
-    held = _buffers.setdefault(key, [])
-    if not held or held[-1].numel() < size:
-        held.append(torch.empty(max(size, _reserved.get(key[0], 0)), dtype=torch.uint8, device=device))
-    return held[-1]
+    return torch.empty(size, dtype=torch.uint8, device=x.device)
 
 
 def _linear(
@@ -83,33 +81,36 @@ def _linear(
     codebook: int,
     splits: int,
     fused_rows: int,
+    many_rows: int,
     chunk_columns: int,
+    sm: int,
+    sms: int,
 ) -> torch.Tensor:
     """y [m, sum of widths] of x's dtype from x [m, k'], k' <= k.
 
     trellis, suh and svh hold the shards end to end; shards has SHARD_INTS integers each.  Up to `fused_rows` rows run
-    fused; more decode `chunk_columns` columns at a time to the original basis and leave the product to the library.
+    fused, up to `many_rows` by SM90's kernel; more decode `chunk_columns` columns at a time to the original basis and
+    leave the product to the library.
     """
     m = x.shape[0]
     if x.stride(-1) != 1:
         x = x.contiguous()
     y = x.new_empty(m, sum(shards[2::SHARD_INTS]))
+    weights, count = (trellis, suh, svh), len(shards) // SHARD_INTS
     if m <= fused_rows:
-        columns = sum(shards[0::SHARD_INTS])
-        size = fused_scratch_bytes(m, k, columns, len(shards) // SHARD_INTS, splits)
-        dependent = torch.cuda.get_device_capability(x.device)[0] >= 9
-        torch.ops.exl3.linear(y, x, trellis, suh, svh, scratch(x.device, size), k, shards, codebook, splits, dependent)
+        size = fused_scratch_bytes(m, k, sum(shards[0::SHARD_INTS]), count, splits)
+        buffer = scratch(x, size)
+        torch.ops.exl3.linear(y, x, *weights, buffer, k, shards, codebook, splits, sm >= 90, many_rows > 0)
+    elif m <= many_rows:
+        buffer = scratch(x, many_scratch_bytes(m, k, count, sms))
+        for rows, out in zip(x.split(MANY_SLICE), y.split(MANY_SLICE), strict=True):
+            torch.ops.exl3.linear_many_rows(out, rows, *weights, buffer, k, shards, codebook, sms)
     else:
-        _many_rows(y, x, (trellis, suh, svh), k, shards, codebook, chunk_columns)
+        _dense(y, x, weights, k, shards, codebook, chunk_columns)
     return y
 
 
-def many_rows_scratch_bytes(width: int, shards: list[int], chunk_columns: int, item: int = 2) -> int:
-    """Scratch of a call of many rows: one chunk of the dense matrix, `item` bytes an element."""
-    return width * min(chunk_columns, max(shards[0::SHARD_INTS])) * item
-
-
-def _many_rows(
+def _dense(
     y: torch.Tensor,
     x: torch.Tensor,
     weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
@@ -119,7 +120,7 @@ def _many_rows(
     chunk_columns: int,
 ) -> None:
     trellis, suh, svh = weights
-    buffer = scratch(x.device, many_rows_scratch_bytes(x.shape[1], shards, chunk_columns, x.element_size()))
+    buffer = scratch(x, dense_scratch_bytes(x.shape[1], shards, chunk_columns, x.element_size()))
     words, column, out = 0, 0, 0
     for index in range(len(shards) // SHARD_INTS):
         n, first, width, rate2 = shards[SHARD_INTS * index : SHARD_INTS * (index + 1)]
@@ -141,21 +142,6 @@ def _many_rows(
             into = y[:, out + left - first : out + right - first]
             torch.mm(x, dense[:, left - start : right - start], out=into)
         words, column, out = words + size, column + n, out + width
-
-
-def _linear_fake(
-    x: torch.Tensor,
-    trellis: torch.Tensor,
-    suh: torch.Tensor,
-    svh: torch.Tensor,
-    k: int,
-    shards: list[int],
-    codebook: int,
-    splits: int,
-    fused_rows: int,
-    chunk_columns: int,
-) -> torch.Tensor:
-    return x.new_empty(x.shape[0], sum(shards[2::SHARD_INTS]))
 
 
 def _parity_linear(
@@ -189,27 +175,30 @@ def _parity_linear(
     return torch.cat(outputs, dim=1).to(x.dtype)
 
 
-def _parity_linear_fake(
+def _fake(
     x: torch.Tensor,
     trellis: torch.Tensor,
     suh: torch.Tensor,
     svh: torch.Tensor,
     k: int,
     shards: list[int],
-    codebook: int,
+    *rest: int,
 ) -> torch.Tensor:
+    """Shape and dtype of both operators' result."""
     return x.new_empty(x.shape[0], sum(shards[2::SHARD_INTS]))
 
 
 _TENSORS = "Tensor x, Tensor trellis, Tensor suh, Tensor svh, int k, int[] shards, int codebook"
+_NUMBERS = "int splits, int fused_rows, int many_rows, int chunk_columns, int sm, int sms"
 _library = torch.library.Library("exl3_trellis", "FRAGMENT")
 if not hasattr(torch.ops.exl3_trellis, "linear"):
-    _library.define(f"linear({_TENSORS}, int splits, int fused_rows, int chunk_columns) -> Tensor")
-    _library.define(f"parity_linear({_TENSORS}) -> Tensor")
-    _library.impl("linear", _linear, "CUDA")
-    _library.impl("parity_linear", _parity_linear, "CUDA")
-    torch.library.register_fake("exl3_trellis::linear", _linear_fake, lib=_library)
-    torch.library.register_fake("exl3_trellis::parity_linear", _parity_linear_fake, lib=_library)
+    for _name, _schema, _run in (
+        ("linear", f"{_TENSORS}, {_NUMBERS}", _linear),
+        ("parity_linear", _TENSORS, _parity_linear),
+    ):
+        _library.define(f"{_name}({_schema}) -> Tensor")
+        _library.impl(_name, _run, "CUDA")
+        torch.library.register_fake(f"exl3_trellis::{_name}", _fake, lib=_library)
 
 linear = torch.ops.exl3_trellis.linear
 parity_linear = torch.ops.exl3_trellis.parity_linear

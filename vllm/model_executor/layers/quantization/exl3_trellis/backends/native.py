@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Provider `native`: this project's CUDA kernels (csrc/exl3), SM80 and newer, every codebook and rate.
 
-Up to `fused_rows` rows one fused product decodes the trellis into tensor core fragments; above, the weights are decoded
-once to the original basis and the library multiplies.  Fused results do not depend on the batch: the cut of a product
-over thread blocks follows from the layer and the card alone.
+Up to `fused_rows` rows one fused product decodes the trellis into tensor core fragments.  Above, up to `many_rows`,
+SM90 has a kernel whose warps decode and multiply side by side.  Other cards, and still more rows, decode the weights
+once to the original basis and leave the product to the library.  Fused results do not depend on the batch: the cut of a
+product over thread blocks follows from the layer and the card alone.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ MAX_SHARDS = 8
 CHUNK_BYTES = 160 << 20  # of dense weights at a time: 8192 x 8192 in one piece, and the library's tiles stay many
 BLOCKS_PER_SM = 2  # what the registers of the fused kernels allow; more blocks would run in a second wave
 
-# Most rows the fused kernels take, by card.  (least SM, rows, the measurement that chose it)
+EVERY_ROW = 1 << 30
+# (SM; most rows fused; most rows of SM90's kernel for many rows; the measurement that chose them), the first that fits.
 CROSSOVERS = (
-    (90, 256, "bench linear, one H200: at 256 rows both ways take the same time, see csrc/exl3/README.md"),
-    (80, 128, "not measured: one row tile of the widest kernel, so that each weight is decoded once"),
+    ((90, 90), 256, 0, "bench linear, one H200: at 256 rows both ways take the same time, see csrc/exl3/README.md"),
+    ((80, 999), 128, 0, "not measured: one row tile of the widest kernel, so that each weight is decoded once"),
 )
 
 ERROR_LIMITS = {"float32": 1e-3, "float16": 1e-3, "bfloat16": 5e-3}  # relative, of the start-up check
@@ -48,8 +50,11 @@ class NativePlan:
     codebook: int
     splits: int
     fused_rows: int
+    many_rows: int
     chunk_columns: int
-    workspace_bytes: int
+    sm: int
+    sms: int
+    workspace_bytes: int  # at most, of one call; taken for its time
 
 
 def can_run(query: LinearQuery, device: Device) -> tuple[bool, str]:
@@ -76,27 +81,32 @@ def plan(query: LinearQuery, device: Device) -> NativePlan:
     for shard in query.shards:
         shards += (shard.n, shard.first, shard.width, round(2 * shard.rate))
     splits = splits_for(query, device)
-    rows = next(rows for least, rows, _ in CROSSOVERS if device.sm >= least)
-    if query.io_dtype == "float32":  # the library multiplies 16-bit types here
-        rows = query.max_rows
-    elif not query.fused:
-        rows = 0
-    fused_rows = min(rows, query.max_rows)
+    rows, many = next((fused, many) for (least, most), fused, many, _ in CROSSOVERS if least <= device.sm <= most)
+    if not query.fused:
+        rows, many = 0, 0
+    if query.io_dtype == "float32" and many < query.max_rows:  # the library multiplies 16-bit types here
+        rows, many = query.max_rows, 0
+    fused_rows, many_rows = min(rows, query.max_rows), min(many, query.max_rows)
     chunk = chunk_columns(query)
     columns = sum(shard.n for shard in query.shards)
     # More rows may need a smaller tile and less scratch in all, so every count is asked.
     counts = {min(tile, fused_rows) for tile in (*ops.ROW_TILES, fused_rows)} if fused_rows else set()
-    size = max((ops.fused_scratch_bytes(m, query.k, columns, len(query.shards), splits) for m in counts), default=0)
-    if query.max_rows > fused_rows:
-        size = max(size, ops.many_rows_scratch_bytes(query.width, shards, chunk))
+    sizes = [ops.fused_scratch_bytes(m, query.k, columns, len(query.shards), splits) for m in counts]
+    if many_rows > fused_rows:
+        sizes.append(ops.many_scratch_bytes(many_rows, query.k, len(query.shards), device.sms))
+    if query.max_rows > max(fused_rows, many_rows):
+        sizes.append(ops.dense_scratch_bytes(query.width, shards, chunk))
     return NativePlan(
         query=query,
         shards=tuple(shards),
         codebook=ops.CODEBOOK_CODES[query.shards[0].codebook],
         splits=splits,
         fused_rows=fused_rows,
+        many_rows=many_rows,
         chunk_columns=chunk,
-        workspace_bytes=size,
+        sm=device.sm,
+        sms=device.sms,
+        workspace_bytes=max(sizes),
     )
 
 
@@ -115,10 +125,8 @@ def splits_for(query: LinearQuery, device: Device) -> int:
 
 def prepare(plan: NativePlan, weights: LinearWeights) -> dict[str, torch.Tensor]:
     """The tensors as they are: the kernels read the stored order.  Checks the kernels on this card, once each."""
-    device = weights.trellis.device
-    ops.reserve(device, plan.workspace_bytes)
     for shard in plan.query.shards:
-        check_kernels(device, shard.codebook, shard.rate, plan.query.io_dtype)
+        check_kernels(weights.trellis.device, shard.codebook, shard.rate, plan.query.io_dtype)
     return {"trellis": weights.trellis, "suh": weights.suh, "svh": weights.svh}
 
 
@@ -134,7 +142,10 @@ def run(plan: NativePlan, prepared: Mapping[str, torch.Tensor], x: torch.Tensor)
         plan.codebook,
         plan.splits,
         plan.fused_rows,
+        plan.many_rows,
         plan.chunk_columns,
+        plan.sm,
+        plan.sms,
     )
 
 
@@ -154,9 +165,15 @@ def check_kernels(device: torch.device, codebook: str, rate: float, io_dtype: st
     want = forward(rows.float(), trellis, suh, svh, codebook)
     code = ops.CODEBOOK_CODES[codebook]
     shard = [n, 0, n, round(2 * rate)]
-    for m in CHECK_ROWS:
-        for fused_rows in (m,) if io_dtype == "float32" else (m, 0):
-            y = ops.linear(rows[:m], trellis.view(-1), suh, svh, k, shard, code, 5, fused_rows, 128).float()
-            error = ((y - want[:m]).norm() / want[:m].norm()).item()
-            how = "fused" if fused_rows else "reconstructed"
-            self_check(error, ERROR_LIMITS[io_dtype], f"native: {codebook}, {rate:g} bit, {io_dtype}, {m} rows, {how},")
+    where = Device.of(device)
+    ways = [(m, m, 0) for m in CHECK_ROWS]
+    if any(least <= where.sm <= most and many for (least, most), _, many, _ in CROSSOVERS):
+        ways.append((max(CHECK_ROWS), 0, EVERY_ROW))
+    if io_dtype != "float32":
+        ways += [(m, 0, 0) for m in (min(CHECK_ROWS), max(CHECK_ROWS))]
+    for m, fused_rows, many_rows in ways:
+        numbers = (5, fused_rows, many_rows, 128, where.sm, where.sms or 1)
+        y = ops.linear(rows[:m], trellis.view(-1), suh, svh, k, shard, code, *numbers).float()
+        error = ((y - want[:m]).norm() / want[:m].norm()).item()
+        how = "fused" if fused_rows else "many rows" if many_rows else "reconstructed"
+        self_check(error, ERROR_LIMITS[io_dtype], f"native: {codebook}, {rate:g} bit, {io_dtype}, {m} rows, {how},")

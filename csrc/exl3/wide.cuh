@@ -1,0 +1,499 @@
+// Many rows on SM90: half of a block's warps decode, the other half multiply. Decoding then costs the tensor cores no
+// time as long as it takes less than they do, which from 128 rows on it does.
+//
+// Producers turn packed tiles into fp16 core matrices in shared memory; consumers, two warpgroups with half of the 128
+// columns each, multiply those with the rotated input, which the copy engine brings. A ring of stages of 32 k joins them.
+// Sums add their k16 steps in ascending order, as in linear.cuh.
+//
+// Work is cut as there, into units of 128 columns x 128 k, but by `Wide::kRows` rows at a time: see WideWork.
+#pragma once
+
+#include "finish.cuh"
+#include "linear.cuh"
+#include "pipeline.cuh"
+#include "rotate.cuh"
+
+namespace exl3 {
+
+constexpr int kConsumerWarps = kBlockTiles;  // two warpgroups
+constexpr int kPackedStages = 16;     // most stages of packed weights: memory is farther than the other operands
+constexpr int kBarrierBytes = 1024;
+constexpr int kWideSharedBytes = 232448 - 256;  // what a block may have, less the cursors
+constexpr int kExchangeRows = 64;
+constexpr int kFullWavePercent = 88;  // of the last wave of whole tiles; below, tiles are shared
+
+// Blocks that share the rows of x they read, in neighbouring column blocks: each fetches a part for all.
+#ifndef EXL3_CLUSTER
+#define EXL3_CLUSTER 1
+#endif
+
+template <int kRows_>
+struct Wide {
+  static constexpr int kRows = kRows_, kGroups = kRows / kGroupRows;
+  // Whole tiles are transformed and stored by the block itself. Without: every run writes parts, as linear_kernel does.
+  static constexpr bool kDirect = kRows == 256;
+  static constexpr int kCluster = kDirect ? EXL3_CLUSTER : 1;
+#ifndef EXL3_WIDE_DEPTH
+#define EXL3_WIDE_DEPTH 64
+#endif
+  static constexpr int kDepth = kRows == 256 ? 32 : EXL3_WIDE_DEPTH, kSteps = kDepth / kStepDepth;  // of a stage
+  static constexpr int kStages = kRows == 256 ? 6 : (kRows == 128 ? 10 : 12) / kSteps;
+  // An instruction of 256 rows needs more registers than 512 threads can be compiled for.
+  static constexpr int kProducerWarps = kRows == 256 ? 4 : 8, kWarpTiles = kBlockTiles / kProducerWarps;
+  static constexpr int kThreads = 32 * (kConsumerWarps + kProducerWarps);
+  static constexpr int kConsumerRegisters = kRows == 256 ? 208 : 152, kProducerRegisters = kRows == 256 ? 88 : 104;
+  static constexpr int kUnitStages = kUnitDepth / kDepth;
+  static constexpr int kWeightBytes = kBlockColumns * kDepth * 2, kXBytes = kRows * kDepth * 2;
+  static constexpr int kStageBytes = kWeightBytes + kXBytes;
+  static constexpr int kExchangeBytes = kDirect ? kExchangeRows * kFinishPitch * 4 : 0;
+  static constexpr int kFixedBytes = kBarrierBytes + kStages * kStageBytes + kExchangeBytes;
+  static_assert((3 * kStages + kPackedStages) * 8 <= kBarrierBytes, "barriers fit");
+  // What a block has from its launch is what its warps may exchange; asking for more waits for ever.
+  static_assert(kConsumerWarps * kConsumerRegisters + kProducerWarps * kProducerRegisters <=
+                    65536 / kThreads / 8 * 8 * (kThreads / 32), "registers are there");
+
+  __host__ __device__ static constexpr int packed_bytes(int rate2) { return kDepth / kTile * kBlockTiles * 16 * rate2; }
+  __host__ __device__ static constexpr int packed_stages(int rate2) {
+    const int fit = (kWideSharedBytes - kFixedBytes) / packed_bytes(rate2);
+    return fit < kPackedStages ? fit : kPackedStages;
+  }
+  __host__ __device__ static constexpr int shared_bytes(int rate2) {
+    return kFixedBytes + packed_stages(rate2) * packed_bytes(rate2);
+  }
+};
+
+// A tile is kRows rows x 128 columns (a column block, or one for each block of a cluster) and `depth` units deep; tiles
+// are ordered column by column. Grains, whole tiles or single units, are dealt to runs, and each worker has `runs` runs.
+struct WideWork {
+  Cut cut;
+  int grain, depth, row_tiles, runs;
+  int64_t rotation_bytes, parts;  // scratch: of the rotated input of one shard, and where the parts begin
+};
+
+// What a worker does: f(run, tile, first unit in the tile, units) for each segment in turn.
+template <class F>
+__device__ __forceinline__ void for_segments(const WideWork& work, int worker, F&& f) {
+  const int last = min((worker + 1) * work.runs, work.cut.splits);
+#pragma unroll 1
+  for (int run = worker * work.runs; run < last; ++run) {
+    const int end = work.cut.start(run + 1) * work.grain;
+#pragma unroll 1
+    for (int unit = work.cut.start(run) * work.grain; unit < end;) {
+      const int tile = unit / work.depth, next = min(end, (tile + 1) * work.depth);
+      f(run, tile, unit - tile * work.depth, next - unit);
+      unit = next;
+    }
+  }
+}
+
+// Where a tile lies. block: within its shard, this block's of the cluster; beyond the shard's last if there is none left.
+template <int kCluster>
+struct TilePlace {
+  int shard = 0, block, row_tile;
+  __device__ __forceinline__ TilePlace(const LinearArgs& args, const WideWork& work, int tile, int rank) {
+    int column = tile / work.row_tiles;
+    row_tile = tile - column * work.row_tiles;
+    for (int columns; column >= (columns = (args.shard[shard].blocks + kCluster - 1) / kCluster); ++shard)
+      column -= columns;
+    block = column * kCluster + rank;
+  }
+  // A block without a column block of its own repeats the last.
+  __device__ __forceinline__ int decoded(const LinearArgs& args) const { return min(block, args.shard[shard].blocks - 1); }
+};
+
+// A ring of stages: the next one and the parity of its phase.
+struct Turn {
+  int stage;
+  uint32_t parity;
+  __device__ __forceinline__ void advance(int stages) {
+    if (++stage == stages) stage = 0, parity ^= 1;
+  }
+};
+
+// The block's shared memory.
+template <class S>
+struct WideShared {
+  SharedAddress base;
+  int packed_stages, packed_bytes;
+  __device__ __forceinline__ SharedAddress weights_full(int stage) const { return base + stage * 8; }
+  __device__ __forceinline__ SharedAddress x_full(int stage) const { return base + (S::kStages + stage) * 8; }
+  __device__ __forceinline__ SharedAddress empty(int stage) const { return base + (2 * S::kStages + stage) * 8; }
+  __device__ __forceinline__ SharedAddress packed_full(int stage) const { return base + (3 * S::kStages + stage) * 8; }
+  __device__ __forceinline__ SharedAddress weights(int stage) const { return base + kBarrierBytes + stage * S::kStageBytes; }
+  __device__ __forceinline__ SharedAddress x(int stage) const { return weights(stage) + S::kWeightBytes; }
+  __device__ __forceinline__ SharedAddress exchange() const { return base + kBarrierBytes + S::kStages * S::kStageBytes; }
+  __device__ __forceinline__ SharedAddress packed(int stage) const { return base + S::kFixedBytes + stage * packed_bytes; }
+};
+
+#if EXL3_WARPGROUP
+
+// Where a warp is that fetches ahead. In shared memory, as the sums take the registers.
+struct Cursor {
+  int run, unit, end;
+};
+constexpr int kXWarp = 4;  // of the consumers, fetches x; those before it a row of tiles of each stage's packed weights
+
+// Copies are started by consumers, one warp each, since to start one takes a warp as long as half a stage takes the tensor
+// cores, and a producer would wait for its copies at each of its fences. One thread's.
+template <class S>
+struct Fetcher {
+  static constexpr int kTileRows = S::kDepth / kTile;
+  static_assert(kTileRows <= kXWarp && kXWarp < kConsumerWarps, "a warp for each row of tiles");
+  const LinearArgs& args;
+  const WideWork& work;
+  const WideShared<S>& shared;
+  Cursor& at;
+  const int worker, rank, warp;
+  const unsigned char* from = nullptr;
+  int64_t step = 0;  // bytes from a stage to the next
+  uint32_t bytes = 0;
+  int left = 0;  // stages of this segment, 0 after the last
+  Turn turn{0, 0};
+
+  __device__ __forceinline__ bool x() const { return warp == kXWarp; }
+  __device__ __forceinline__ void start() {
+    at = {worker * work.runs - 1, 0, 0};
+    seek();
+    if (x()) wait_for_previous_grid();
+    for (int stage = 0; stage < (x() ? S::kStages : shared.packed_stages); ++stage) fetch();
+  }
+  __device__ __forceinline__ void seek() {
+    int unit = at.unit;
+    if (unit == at.end) {
+      if (++at.run >= min((worker + 1) * work.runs, work.cut.splits)) return;
+      unit = work.cut.start(at.run) * work.grain, at.end = work.cut.start(at.run + 1) * work.grain;
+    }
+    const int tile = unit / work.depth, first = unit - tile * work.depth, beyond = min(at.end, (tile + 1) * work.depth);
+    const TilePlace<S::kCluster> place(args, work, tile, rank);
+    if (x()) {
+      from = args.scratch + place.shard * work.rotation_bytes +
+             (static_cast<int64_t>(place.row_tile) * args.k + first * kUnitDepth) * (S::kRows * 2);
+      step = S::kXBytes;
+    } else {
+      const LinearShard& shard = args.shard[place.shard];
+      bytes = kBlockTiles * 16 * shard.rate2;
+      const int64_t pitch = static_cast<int64_t>(shard.blocks) * bytes;  // from a row of tiles to the next
+      from = shard.trellis + (first * (kUnitDepth / kTile) + warp) * pitch +
+             static_cast<int64_t>(place.decoded(args)) * bytes;
+      step = kTileRows * pitch;
+    }
+    left = (beyond - unit) * S::kUnitStages;
+    at.unit = beyond;
+  }
+  __device__ __forceinline__ void fetch() {
+    if (left == 0) return;
+    if (x()) {  // into the place of a stage that all consumers have left, here and in the cluster, or will have soon
+      const SharedAddress to = shared.x(turn.stage), full = shared.x_full(turn.stage);
+      barrier_wait(shared.empty(turn.stage), turn.parity ^ 1);
+      barrier_expect(full, S::kXBytes);
+      if constexpr (S::kCluster == 1) {
+        bulk_copy(to, from, S::kXBytes, full);
+      } else {
+        constexpr int kPart = S::kXBytes / S::kCluster;
+        bulk_copy_to_all(to + rank * kPart, from + rank * kPart, kPart, full, S::kCluster);
+      }
+      turn.advance(S::kStages);
+    } else {  // into the place of a stage that has been decoded
+      const SharedAddress full = shared.packed_full(turn.stage);
+      barrier_expect(full, bytes);
+      bulk_copy(shared.packed(turn.stage) + warp * bytes, from, bytes, full);
+      turn.advance(shared.packed_stages);
+    }
+    from += step;
+    if (--left == 0) seek();
+  }
+};
+
+template <class S>
+struct Producer {
+  const WideShared<S>& shared;
+  const int warp = threadIdx.x / 32 - kConsumerWarps, lane = threadIdx.x % 32;
+  Turn turn{0, 0}, packed{0, 0};
+
+  __device__ __forceinline__ explicit Producer(const WideShared<S>& shared) : shared(shared) {}
+
+  // One segment of `stages` stages.
+  template <Codebook kBook, int kRate2>
+  __device__ __forceinline__ void decode(int stages) {
+    const LanePlace<kRate2> place(lane);
+    // Lane l stores row l%8 of matrix l/8: column halves 8 columns apart, then halves of the tile's k.
+    const uint32_t matrix = warp * S::kWarpTiles * kTile * 16 + lane % 16 * 16 + lane / 16 * (kBlockColumns * 16);
+#pragma unroll 1
+    for (; stages > 0; --stages) {
+      barrier_wait(shared.empty(turn.stage), turn.parity ^ 1);
+      barrier_wait(shared.packed_full(packed.stage), packed.parity);
+      const SharedAddress from = shared.packed(packed.stage) + warp * S::kWarpTiles * Rate<kRate2>::kTileBytes;
+      const SharedAddress to = shared.weights(turn.stage) + matrix;
+      uint32_t a[S::kSteps][S::kWarpTiles][2][4];  // all before the first is stored: they hide each other's latency
+#pragma unroll
+      for (int step = 0; step < S::kSteps; ++step)
+#pragma unroll
+        for (int tile = 0; tile < S::kWarpTiles; ++tile)
+          decode_step<kBook, kRate2>(from + tile * Rate<kRate2>::kTileBytes, step, place, a[step][tile]);
+#pragma unroll
+      for (int step = 0; step < S::kSteps; ++step)
+#pragma unroll
+        for (int tile = 0; tile < S::kWarpTiles; ++tile)
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            store_matrices(to + tile * kTile * 16 + (2 * step + half) * 2 * kBlockColumns * 16, a[step][tile][half]);
+      publish_shared();
+      __syncwarp();
+      if (lane == 0) barrier_arrive(shared.weights_full(turn.stage));
+      turn.advance(S::kStages);
+      packed.advance(shared.packed_stages);
+    }
+  }
+};
+
+template <Codebook kBook, class S>
+__device__ __forceinline__ void decode_at(Producer<S>& producer, int rate2, int stages) {
+  switch (rate2) {
+#define EXL3_RATE(r) \
+  case r: return producer.template decode<kBook, r>(stages);
+    EXL3_RATE(2) EXL3_RATE(4) EXL3_RATE(6) EXL3_RATE(8) EXL3_RATE(10) EXL3_RATE(12) EXL3_RATE(14) EXL3_RATE(16)
+    default: break;
+  }
+  if constexpr (kBook == Codebook::kMul1) {
+    switch (rate2) { EXL3_RATE(3) EXL3_RATE(5) EXL3_RATE(7) }
+  }
+#undef EXL3_RATE
+}
+
+template <Codebook kBook, class S>
+__device__ __forceinline__ void produce(const LinearArgs& args, const WideWork& work, const WideShared<S>& shared,
+                                        int worker, int rank) {
+  Producer<S> producer(shared);
+  for_segments(work, worker, [&](int, int tile, int, int units) {
+    const TilePlace<S::kCluster> place(args, work, tile, rank);
+    decode_at<kBook>(producer, args.shard[place.shard].rate2, units * S::kUnitStages);
+  });
+}
+
+__device__ __forceinline__ void store_four(__half* y, const float (&v)[4]) {
+  *reinterpret_cast<uint2*>(y) = make_uint2(pack_half2(v[0], v[1]), pack_half2(v[2], v[3]));
+}
+__device__ __forceinline__ void store_four(__nv_bfloat16* y, const float (&v)[4]) {
+  const __nv_bfloat162 low = __floats2bfloat162_rn(v[0], v[1]), high = __floats2bfloat162_rn(v[2], v[3]);
+  *reinterpret_cast<uint2*>(y) =
+      make_uint2(*reinterpret_cast<const uint32_t*>(&low), *reinterpret_cast<const uint32_t*>(&high));
+}
+__device__ __forceinline__ void store_four(float* y, const float (&v)[4]) {
+  *reinterpret_cast<float4*>(y) = make_float4(v[0], v[1], v[2], v[3]);
+}
+
+// Four neighbouring columns of each tile of a row, from `column` of the shard, times svh.
+template <class T>
+__device__ __forceinline__ void store_row(const LinearArgs& args, const LinearShard& shard, int column, int row,
+                                          const float (&u)[kBlockTiles][4]) {
+  const __half* const svh = static_cast<const __half*>(shard.svh) + column;
+  T* const y = static_cast<T*>(args.y) + row * args.y_stride + shard.out_column - shard.first + column;
+  const bool wide = (args.y_stride | (shard.out_column - shard.first)) % 4 == 0 &&
+                    reinterpret_cast<uintptr_t>(args.y) % (4 * sizeof(T)) == 0;
+#pragma unroll
+  for (int tile = 0; tile < kBlockTiles; ++tile) {
+    const uint2 scales = *reinterpret_cast<const uint2*>(svh + tile * kTile);
+    const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&scales.x));
+    const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&scales.y));
+    const float v[4] = {u[tile][0] * kHadamardScale * low.x, u[tile][1] * kHadamardScale * low.y,
+                        u[tile][2] * kHadamardScale * high.x, u[tile][3] * kHadamardScale * high.y};
+    const int n = column + tile * kTile - shard.first;
+    if (wide && n >= 0 && n + 4 <= shard.width) {
+      store_four(y + tile * kTile, v);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (n + i >= 0 && n + i < shard.width) store(args.y, y + tile * kTile + i - static_cast<T*>(args.y), args.y_type, v[i]);
+    }
+  }
+}
+
+// The part of H within a warp's registers, then 64 rows of sums to shared memory.
+template <int kChunk, class S>
+__device__ __forceinline__ void put_rows(Sums<S>& sums, SharedAddress to, float sign) {
+#pragma unroll
+  for (int g = 0; g < kExchangeRows / kGroupRows; ++g) {
+    float(&v)[4] = sums[kChunk * (kExchangeRows / kGroupRows) + g];
+    butterfly(v[0], v[2]);
+    butterfly(v[1], v[3]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      v[i] = fmaf(sign, v[i], shuffle_xor(v[i], 16));
+      store_shared_float(to + ((g * kGroupRows + i % 2) * kFinishPitch + i / 2 * 8) * 4, v[i]);
+    }
+  }
+}
+
+// H and svh for one whole tile: sums to y. All consumers together.
+template <class S>
+__device__ __forceinline__ void transform_tile(const LinearArgs& args, const LinearShard& shard, int block, int row0,
+                                               Sums<S>& sums, SharedAddress exchange) {
+  static_assert(S::kRows == 4 * kExchangeRows, "four chunks");
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const SharedAddress to = exchange + (lane % 4 * 2 * kFinishPitch + warp * kTile + lane / 4) * 4;
+  const float sign = lane & 16 ? -1.0f : 1.0f;
+  // Read back: lanes of a quarter warp take rows four apart, which lie in other banks.
+  const int row = warp * 8 + lane / 8 + lane / 4 % 2 * 4, column = lane % 4 * 4;
+  const SharedAddress from = exchange + (row * kFinishPitch + column) * 4;
+#pragma unroll 1
+  for (int chunk = 0; chunk < 4 && row0 + chunk * kExchangeRows < args.m; ++chunk) {
+    if (chunk == 0) put_rows<0, S>(sums, to, sign);
+    else if (chunk == 1) put_rows<1, S>(sums, to, sign);
+    else if (chunk == 2) put_rows<2, S>(sums, to, sign);
+    else put_rows<3, S>(sums, to, sign);
+    group_barrier<32 * kConsumerWarps>(1);
+    float u[kBlockTiles][4];
+#pragma unroll
+    for (int tile = 0; tile < kBlockTiles; ++tile) {
+      const float4 read = load_shared_float4(from + tile * kTile * 4);
+      u[tile][0] = read.x, u[tile][1] = read.y, u[tile][2] = read.z, u[tile][3] = read.w;
+      butterfly(u[tile][0], u[tile][1]);
+      butterfly(u[tile][2], u[tile][3]);
+      butterfly(u[tile][0], u[tile][2]);
+      butterfly(u[tile][1], u[tile][3]);
+    }
+    group_barrier<32 * kConsumerWarps>(1);
+#pragma unroll
+    for (int span = 1; span < kBlockTiles; span *= 2)
+#pragma unroll
+      for (int tile = 0; tile < kBlockTiles; ++tile)
+        if ((tile & span) == 0)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) butterfly(u[tile][i], u[tile + span][i]);
+    const int at = row0 + chunk * kExchangeRows + row, first = block * kBlockColumns + column;
+    if (at >= args.m) continue;
+    if (args.y_type == DataType::kHalf) store_row<__half>(args, shard, first, at, u);
+    else if (args.y_type == DataType::kBfloat16) store_row<__nv_bfloat16>(args, shard, first, at, u);
+    else store_row<float>(args, shard, first, at, u);
+  }
+}
+
+// The worker's share of the product: sums of segments, each to y or to its part of the scratch.
+template <class S>
+__device__ __forceinline__ void consume(const LinearArgs& args, const WideWork& work, const WideShared<S>& shared,
+                                        int worker, int rank) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const uint32_t mine = warp / 4 * (kBlockColumns / 2 * 16);  // this warpgroup's columns
+  constexpr uint32_t kAlongWeights = kBlockColumns * 16, kAlongX = S::kRows * 16;
+  const bool fetches = lane == 0 && (warp < S::kDepth / kTile || warp == kXWarp);
+  __shared__ Cursor cursors[kConsumerWarps];
+  Fetcher<S> fetcher{args, work, shared, cursors[warp], worker, rank, warp};
+  if (fetches) fetcher.start();
+  __syncwarp();
+  Turn turn{0, 0};
+  int wait = 2;  // stages until the first has been left by all consumers, most likely
+  const auto release = [&](int stage) {
+    if constexpr (S::kCluster == 1) {
+      if (lane == 0) barrier_arrive(shared.empty(stage));
+    } else {
+      if (lane < S::kCluster) barrier_arrive_at(shared.empty(stage), lane);
+    }
+  };
+  for_segments(work, worker, [&](int run, int tile, int first, int units) {
+    Sums<S> sums = {};
+    int before = -1;
+#pragma unroll 1
+    for (int stages = units * S::kUnitStages; stages > 0; --stages) {
+      barrier_wait(shared.x_full(turn.stage), turn.parity);
+      barrier_wait(shared.weights_full(turn.stage), turn.parity);
+      const SharedAddress a = shared.weights(turn.stage) + mine, x = shared.x(turn.stage);
+      warpgroup_arrive();
+#pragma unroll
+      for (int eight = 0; eight < S::kDepth / 8; eight += 2)
+        warpgroup_mma(sums, matrix_descriptor(a + eight * kAlongWeights, kAlongWeights),
+                      matrix_descriptor(x + eight * kAlongX, kAlongX));
+      warpgroup_commit();
+      warpgroup_wait<1>();
+      if (before >= 0) release(before);
+      if (fetches) {
+        if (warp != kXWarp || wait == 0) fetcher.fetch();
+        else --wait;
+      }
+      __syncwarp();
+      before = turn.stage;
+      turn.advance(S::kStages);
+    }
+    warpgroup_wait<0>();
+    release(before);
+
+    const TilePlace<S::kCluster> place(args, work, tile, rank);
+    const LinearShard& shard = args.shard[place.shard];
+    if (place.block >= shard.blocks) return;
+    if constexpr (S::kDirect) {
+      if (units == work.depth)
+        return transform_tile<S>(args, shard, place.block, place.row_tile * S::kRows, sums, shared.exchange());
+    }
+    // A run has at most one segment that begins within a tile, its first, and one that begins a tile and does not end it.
+    const int part = S::kDirect ? (2 * run + (first == 0)) * S::kCluster + rank : run + tile;
+    float4* const to = reinterpret_cast<float4*>(args.scratch + work.parts) + static_cast<int64_t>(part) * (S::kRows * kBlockColumns / 4) + warp * 32 + lane;
+#pragma unroll
+    for (int g = 0; g < S::kGroups; ++g)
+      to[g * kBlockTiles * 32] = make_float4(sums[g][0], sums[g][1], sums[g][2], sums[g][3]);
+  });
+}
+
+#endif  // EXL3_WARPGROUP
+
+// Grid: workers, in clusters. Dynamic shared memory: S::shared_bytes.
+template <Codebook kBook, class S>
+__global__ void __launch_bounds__(S::kThreads, 1)
+    wide_kernel(const __grid_constant__ LinearArgs args, const __grid_constant__ WideWork work, int packed_stages,
+                int packed_bytes) {
+#if EXL3_WARPGROUP
+  const WideShared<S> shared{dynamic_shared(), packed_stages, packed_bytes};
+  const int rank = S::kCluster == 1 ? 0 : cluster_rank(), worker = blockIdx.x / S::kCluster;
+  allow_next_grid();
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < S::kStages; ++stage) {
+      barrier_init(shared.weights_full(stage), S::kProducerWarps);
+      barrier_init(shared.x_full(stage), 1);
+      barrier_init(shared.empty(stage), kConsumerWarps * S::kCluster);
+    }
+    for (int stage = 0; stage < packed_stages; ++stage) barrier_init(shared.packed_full(stage), S::kDepth / kTile);
+    barrier_publish();
+  }
+  if constexpr (S::kCluster == 1) __syncthreads();
+  else cluster_barrier();
+  if (threadIdx.x >= 32 * kConsumerWarps) {
+    give_registers<S::kProducerRegisters>();
+    produce<kBook, S>(args, work, shared, worker, rank);
+  } else {
+    take_registers<S::kConsumerRegisters>();
+    consume<S>(args, work, shared, worker, rank);
+  }
+  if constexpr (S::kCluster > 1) cluster_barrier();  // others may still arrive here
+#else
+  (void)args, (void)work, (void)packed_stages, (void)packed_bytes;
+#endif
+}
+
+// Adds the parts of the tiles that several runs share, in ascending order of k, then H and svh. Grid: (borders between
+// runs, for each block of a cluster; groups of 8 rows of a tile). A tile is done by the first border within it.
+template <class S>
+__global__ void __launch_bounds__(kFinishThreads)
+    finish_wide_kernel(const __grid_constant__ LinearArgs args, const __grid_constant__ WideWork work) {
+  __shared__ __align__(16) float tile_rows[kGroupRows][kFinishPitch];
+  allow_next_grid();
+  const int rank = blockIdx.x % S::kCluster, first = blockIdx.x / S::kCluster, border = work.cut.start(first + 1);
+  const int tile = border / work.depth, begin = tile * work.depth;
+  if (border == begin || work.cut.start(first) > begin) return;
+  const TilePlace<S::kCluster> place(args, work, tile, rank);
+  const LinearShard& shard = args.shard[place.shard];
+  const int row = place.row_tile * S::kRows + blockIdx.y * kGroupRows;
+  if (place.block >= shard.blocks || row >= args.m) return;
+  const int last = work.cut.owner(begin + work.depth - 1), column = place.block * kBlockColumns + threadIdx.x % 32 * 4;
+  const uint2 scales = *reinterpret_cast<const uint2*>(static_cast<const __half*>(shard.svh) + column);
+  constexpr int64_t kPart = S::kRows * kBlockColumns / 4;
+  const float4* part = reinterpret_cast<const float4*>(args.scratch + work.parts) +
+                       blockIdx.y * (kGroupRows * kBlockColumns / 4) + threadIdx.x;
+  wait_for_previous_grid();
+  float4 sum = load_from_l2(part + ((2 * first + 1) * S::kCluster + rank) * kPart);
+#pragma unroll 4
+  for (int run = first + 1; run <= last; ++run) {
+    const float4 v = load_from_l2(part + (2 * run * S::kCluster + rank) * kPart);
+    sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+  }
+  finish_rows(args, shard, column, row, sum, scales, tile_rows);
+}
+
+}  // namespace exl3
