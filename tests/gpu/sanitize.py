@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kernel once on small shapes, for compute-sanitizer:  compute-sanitizer python tests/gpu/sanitize.py
+"""Every kernel once on small shapes, for compute-sanitizer:  compute-sanitizer python tests/gpu/sanitize.py [mcg:3 ...]
 
-Prints `sanitized N calls` when done; out-of-bounds accesses and races are the tool's to report.
+All codebooks and rates unless some are named; the tool takes seconds for each.  Prints `sanitized N calls` when done;
+out-of-bounds accesses and races are the tool's to report.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from vllm.model_executor.layers.quantization.exl3_trellis import ops  # noqa: E4
 
 def main() -> int:
     """One call of each kernel at each rate."""
+    formats = [(book, rate) for book, rate in BOOK_RATES if f"{book}:{rate:g}" in sys.argv[1:] or not sys.argv[1:]]
     if not ops.EXTENSION.is_file():
         ops.EXTENSION = ROOT / "build" / "exl3" / ops.EXTENSION.name
     ok, why = ops.load()
@@ -27,7 +29,7 @@ def main() -> int:
         print(why)
         return 1
     calls = 0
-    for book, rate in BOOK_RATES:
+    for book, rate in formats:
         of = layer(256, 128, rate, book)
         code, rate2 = ops.CODEBOOK_CODES[book], round(2 * rate)
         for rows in (1, 9, 17, 33, 65):
