@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -53,6 +54,7 @@ class Recording:
     prepared: int = 0
     decoded: dict[str, torch.Tensor] | None = None
     views: bool = False
+    seconds_to_warm: float = 0.0
     checked: list[MoeQuery] = field(default_factory=list)
 
     def can_run(self, query: MoeQuery, device: Device) -> tuple[bool, str]:
@@ -85,6 +87,7 @@ class Recording:
     def warm(self, plan: RecordedPlan, prepared: Mapping[str, torch.Tensor], arena: torch.Tensor) -> int:
         assert arena.numel() >= plan.workspace_bytes
         assert all(isinstance(tensor, torch.Tensor) for tensor in prepared.values())
+        time.sleep(self.seconds_to_warm)
         self.warmed.append(plan)
         return 2
 
