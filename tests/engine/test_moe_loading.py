@@ -169,8 +169,8 @@ def test_path_selection_is_logged(engine, make, monkeypatch, caplog_vllm):
     monkeypatch.setenv("VLLM_EXL3_LOG_PATH_SELECTION", "1")
     with caplog_vllm.at_level(logging.INFO):
         engine(make(MIXED))
-    chosen = "torch runs 8 experts 256 -> 128 in 2 slices, mcg 3/4 bit, top 2, silu, float32"
-    assert f"{LAYER}: {chosen}" in caplog_vllm.text
+    chosen = "parity by torch: 8 experts 256 -> 128 in 2 slices, mcg 3/4 bit, top 2, silu, float32"
+    assert f"{LAYER} (target): {chosen}" in caplog_vllm.text
 
 
 def _tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
