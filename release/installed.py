@@ -10,7 +10,7 @@ import base64
 import csv
 import hashlib
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
@@ -38,11 +38,15 @@ def verify_installed(root: Path, target: str, groups: list[str]) -> Iterator[str
         raise ReleaseError(f"{packages}: locked and not installed: {', '.join(missing)}")
     if surplus := sorted(set(found) - set(locked)):
         raise ReleaseError(f"{packages}: installed and not locked: {', '.join(surplus)}")
+    recorded: dict[str, set[str]] = {}  # packages may bring the same file; the last one installed has it
+    for each in found.values():
+        for path, digest in _record(each).items():
+            recorded.setdefault(path, set()).add(digest)
     for name, each in sorted(found.items()):
         if each.version != locked[name]:
             raise ReleaseError(f"{packages}: {name} {each.version}, the lock has {locked[name]}")
         if f"{name}=={each.version}" not in _RECORD_IS_WRONG:
-            _check_record(packages, name, each)
+            _check_record(packages, name, each, recorded)
     odd = [pin for pin in _RECORD_IS_WRONG if pin.partition("==")[0] in found]
     but = f", but for {', '.join(odd)}, whose own RECORD is wrong" if odd else ""
     yield f"{len(found)} packages, every version locked and every file as its RECORD says{but}"
@@ -98,11 +102,11 @@ def _record(each: Distribution) -> dict[str, str]:
     return decoded
 
 
-def _check_record(packages: Path, name: str, each: Distribution) -> None:
+def _check_record(packages: Path, name: str, each: Distribution, recorded: Mapping[str, Collection[str]]) -> None:
     for path, digest in _record(each).items():
         if path.rpartition("/")[2] in _WRITTEN_BY_PIP or path.endswith(".pyc"):
             continue
         file = packages / path
         found = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "missing"
-        if found != digest:
+        if found not in recorded[path]:
             raise ReleaseError(f"{name}: {file}: {found}, its RECORD has {digest}")

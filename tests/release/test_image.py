@@ -120,10 +120,13 @@ def test_an_installed_file_that_changed_is_named(tmp_path: Path) -> None:
     (info / "RECORD").write_text(f"thing.py,sha256={digest},{len(data)}\nthing-1.dist-info/RECORD,,\n")
     (tmp_path / "thing.py").write_bytes(data)
     [package] = distributions(path=[str(tmp_path)])
-    installed._check_record(tmp_path, "thing", package)
+    recorded = {"thing.py": {hashlib.sha256(data).hexdigest()}}
+    installed._check_record(tmp_path, "thing", package, recorded)
     (tmp_path / "thing.py").write_bytes(b"X = 2\n")
+    of_another = {"thing.py": {*recorded["thing.py"], hashlib.sha256(b"X = 2\n").hexdigest()}}
+    installed._check_record(tmp_path, "thing", package, of_another)
     with pytest.raises(ReleaseError, match=r"^thing: .*/thing\.py: [0-9a-f]{64}, its RECORD has [0-9a-f]{64}$"):
-        installed._check_record(tmp_path, "thing", package)
+        installed._check_record(tmp_path, "thing", package, recorded)
     (tmp_path / "thing.py").unlink()
     with pytest.raises(ReleaseError, match=r"^thing: .*/thing\.py: missing, its RECORD has "):
-        installed._check_record(tmp_path, "thing", package)
+        installed._check_record(tmp_path, "thing", package, recorded)
