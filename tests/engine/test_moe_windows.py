@@ -116,8 +116,10 @@ def test_target_and_draft_plan_apart_and_survive_a_reload(engine, make, recorded
     assert [len(each) for each in arenas] == [1, 1]
     assert arenas[0].isdisjoint(arenas[1])
     assert {call.arena for call in recorded.plans.calls + recorded.parity.calls} == arenas[0] | arenas[1]
-    assert {name for name, _ in recorded.plans.ran()} == {"decode", "prefill"}
     warmed = len(recorded.plans.warmed)
+    assert warmed == 4
+    assert {call.warmed for call in recorded.plans.calls} == {warmed}  # the draft's, too, before the target first ran
+    assert {name for name, _ in recorded.plans.ran()} == {"decode", "prefill"}
     spoil(draft_of(llm))
     llm.collective_rpc("reload_weights")
     recorded.plans.ran()

@@ -34,6 +34,7 @@ class Call:
     rows: int
     arena: int  # address
     ids: torch.dtype
+    warmed: int  # plans, by then
 
 
 @dataclass(eq=False)
@@ -81,7 +82,7 @@ class Recording:
         assert x.shape[0] <= plan.window.rows
         assert topk_weights.dtype == torch.float32
         arena.fill_(255)  # what another window left is of no use
-        self.calls.append(Call(plan.window.name, x.shape[0], arena.data_ptr(), topk_ids.dtype))
+        self.calls.append(Call(plan.window.name, x.shape[0], arena.data_ptr(), topk_ids.dtype, len(self.warmed)))
         torch_moe.run(plan.inner, prepared, arena, x, topk_weights, topk_ids, y)
 
     def warm(self, plan: RecordedPlan, prepared: Mapping[str, torch.Tensor], arena: torch.Tensor) -> int:

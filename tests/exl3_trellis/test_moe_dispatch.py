@@ -348,6 +348,15 @@ def manager() -> Any:
     workspace.reset_workspace_manager()
 
 
+def test_a_draft_is_warmed_in_the_lane_that_it_was_loaded_in(manager):
+    from vllm.v1.worker.workspace import use_workspace_lane
+
+    target = planned(owner_of(), both())
+    with use_workspace_lane(1):
+        draft = planned(owner_of(role="draft"), both())
+    assert [layer.experts.startup.lane for layer in (target, draft)] == [0, 1]
+
+
 def test_every_microbatch_has_an_arena_when_memory_is_counted(manager, monkeypatch):
     from vllm.v1.worker import workspace
 

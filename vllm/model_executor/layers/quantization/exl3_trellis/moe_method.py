@@ -17,6 +17,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.worker.workspace import use_workspace_lane
 
 from .backends import MoeBackend, moe_candidates
 from .expert_intake import (
@@ -229,7 +230,29 @@ class EXL3MoEMethod(FusedMoEMethodBase):
         """y [m, hidden] of this rank's slices: not reduced over ranks, not scaled; shared experts run outside."""
         if torch.compiler.is_compiling():  # on a CPU, where vLLM's own op around this is traced
             return torch.ops.vllm_exl3.routed_experts(x, topk_weights, topk_ids, layer.layer_name)
-        return layer.exl3_moe.run(layer._parameters, x, topk_weights, topk_ids)
+        return run_experts(layer, x, topk_weights, topk_ids)
+
+
+def run_experts(
+    layer: RoutedExperts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+) -> torch.Tensor:
+    """y [m, hidden] from x [m, hidden] and the routing [m, top_k]."""
+    if not layer.exl3_moe.startup.ready:
+        warm_all()
+    return layer.exl3_moe.run(layer._parameters, x, topk_weights, topk_ids)
+
+
+def warm_all() -> None:
+    """Warm all routed experts of the engine that makes its first run, the draft's too.
+
+    The draft runs last.  Its arena must be there when the target's activations need most, or the memory for both at
+    once is not counted.
+    """
+    for runner in get_forward_context().no_compile_layers.values():
+        experts = getattr(getattr(runner, "routed_experts", None), "exl3_moe", None)
+        if experts is not None and not experts.startup.ready:
+            with use_workspace_lane(experts.startup.lane):
+                experts.startup.arena(experts.owner)
 
 
 @torch.library.custom_op("vllm_exl3::routed_experts", mutates_args=())
@@ -238,7 +261,7 @@ def _routed_experts(
 ) -> torch.Tensor:
     """Opaque to compilers, because which experts run depends on the data."""
     layer = get_forward_context().no_compile_layers[layer_name].routed_experts
-    return layer.exl3_moe.run(layer._parameters, x, topk_weights, topk_ids)
+    return run_experts(layer, x, topk_weights, topk_ids)
 
 
 @_routed_experts.register_fake

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .moe_plan import kernels_of
-from .scratch import Owner, reserve, scratch
+from .scratch import Owner, current_lane, reserve, scratch
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -48,11 +48,13 @@ class Startup:
         self.need = 0  # bytes: the most that any window of any layer works in
         self.warmed: set[Hashable] = set()  # (provider, plan)
         self.ready = False
+        self.lane = 0  # vLLM's workspace lane, in which they were loaded and will run
 
     def add(self, layer: Module, experts: Experts) -> None:
         """A layer has been planned, or planned again by a reload."""
         with experts.owner.model.lock:
             self.layers[layer] = experts
+            self.lane = current_lane()
             for route in experts.routes.values():
                 self.need = max(self.need, route.plan.workspace_bytes)
                 if (route.backend.name, route.plan) not in self.warmed:

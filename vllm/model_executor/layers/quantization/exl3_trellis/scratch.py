@@ -113,6 +113,15 @@ def _get(owner: Owner, name: Hashable, make: Callable[[], T], slot: int, locked:
         return cast(T, owner.model.held[key])
 
 
+def current_lane() -> int:
+    """vLLM's workspace lane that the caller runs in."""
+    workspace = sys.modules.get("vllm.v1.worker.workspace")
+    if workspace is None or not workspace.is_workspace_manager_initialized():
+        return 0
+    manager = workspace.current_workspace_manager()
+    return manager._get_workspace_id() % manager._num_lanes
+
+
 def _place() -> tuple[list[int], bool, Pool]:
     """vLLM's current workspace, then those of the other microbatches of its lane; whether they may still grow; the pool
     that their memory comes from."""
