@@ -25,9 +25,7 @@ from .scratch import Owner, current_lane, reserve, scratch
 if TYPE_CHECKING:
     from torch.nn import Module
 
-    from .backends import MoeBackend
     from .moe_dispatch import Experts, Route
-    from .plan import MoeQuery
 
 logger = logging.getLogger("vllm.exl3")
 ALIGNMENT = 256  # bytes, of an arena
@@ -53,8 +51,9 @@ class Startup:
     def add(self, layer: Module, experts: Experts) -> None:
         """A layer has been planned, or planned again by a reload."""
         with experts.owner.model.lock:
+            if not self.layers:  # a reload need not be in their lane
+                self.lane = current_lane()
             self.layers[layer] = experts
-            self.lane = current_lane()
             for route in experts.routes.values():
                 self.need = max(self.need, route.plan.workspace_bytes)
                 if (route.backend.name, route.plan) not in self.warmed:
@@ -90,22 +89,28 @@ class Startup:
                     route = experts.routes[window.name]
                     line = lines[window.name, route.backend.name]
                     line.add(experts, route, window.name)
-                    _check(owner, route.backend, experts.query)
-                    if (route.backend.name, route.plan) not in self.warmed:
-                        with line.measured(owner.device):
-                            line.kernels += route.backend.warm(route.plan, route.prepared(layer._parameters), arena)
-                        self.warmed.add((route.backend.name, route.plan))
+                    line.kernels += self._make_ready(owner, layer, experts, route, arena, line)
             for (window_name, provider), line in sorted(lines.items(), key=lambda item: WINDOWS.index(item[0][0])):
                 logger.info(
                     "EXL3 experts of the %s, %s: %s, %s", owner.role, window_name, provider, line.text(self.need)
                 )
             self.ready = True
 
-
-def _check(owner: Owner, backend: MoeBackend, query: MoeQuery) -> None:
-    """The provider's start-up check, once for each kind of layer that the model has."""
-    key = ("checked", backend.name, owner.device, kernels_of(query))
-    owner.model.keep(key, lambda: backend.check(query, torch.device(owner.device)))
+    def _make_ready(
+        self, owner: Owner, layer: Module, experts: Experts, route: Route, arena: torch.Tensor, line: Line
+    ) -> int:
+        """Check and warm what has not been, for layers of the same kind; how many specialisations were loaded."""
+        held, name = owner.model.held, route.backend.name
+        checked, warmed = ("checked", name, owner.device, kernels_of(experts.query)), (name, route.plan)
+        if checked in held and warmed in self.warmed:
+            return 0
+        with line.measured(owner.device):
+            owner.model.keep(checked, lambda: route.backend.check(experts.query, torch.device(owner.device)))
+            if warmed in self.warmed:
+                return 0
+            count = route.backend.warm(route.plan, route.prepared(layer._parameters), arena)
+            self.warmed.add(warmed)
+            return count
 
 
 class Line:
@@ -126,16 +131,18 @@ class Line:
 
     @contextmanager
     def measured(self, device: str) -> Iterator[None]:
-        """Add the seconds, and the bytes of the device, that warming takes."""
+        """Add the seconds, and the bytes of the device, that something takes."""
         began, free = time.monotonic(), free_bytes(device)
         yield
+        if device.startswith("cuda"):
+            torch.cuda.empty_cache()  # what a check has worked in
         self.seconds += time.monotonic() - began
         self.held += free - free_bytes(device)
 
     def text(self, need: int) -> str:
         """In words."""
         memory = f"works in {self.bytes / MIB:.1f} of the arena's {need / MIB:.1f} MiB"
-        warmed = f"{self.kernels} specialisations loaded in {self.seconds:.1f} s, {self.held / MIB:.1f} MiB"
+        warmed = f"{self.kernels} specialisations checked and loaded in {self.seconds:.1f} s, {self.held / MIB:.1f} MiB"
         parts = [f"{self.layers} layers", ", ".join(sorted(self.ranges)), memory, warmed]
         return "; ".join(parts + [f"not {why}" for why in self.refusals])
 
