@@ -12,7 +12,7 @@ from torch.nn import Module, Parameter
 
 from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
-from vllm.forward_context import get_forward_context
+from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
@@ -237,7 +237,7 @@ def run_experts(
     layer: RoutedExperts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
 ) -> torch.Tensor:
     """y [m, hidden] from x [m, hidden] and the routing [m, top_k]."""
-    if not layer.exl3_moe.startup.ready:
+    if not layer.exl3_moe.startup.ready and is_forward_context_available():
         warm_all()
     return layer.exl3_moe.run(layer._parameters, x, topk_weights, topk_ids)
 
