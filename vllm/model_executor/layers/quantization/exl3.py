@@ -4,7 +4,7 @@
     y = had(had(x * suh) @ decode(trellis)) * svh + bias
 
 Reading order: exl3_trellis/checkpoint -> layout -> placement -> intake -> plan -> backends; for routed experts
-rank_sliced -> experts -> slabs -> expert_intake -> plan -> backends.
+rank_sliced -> experts -> slabs -> expert_intake -> moe_plan -> moe_startup -> moe_dispatch -> backends.
 """
 
 from __future__ import annotations
