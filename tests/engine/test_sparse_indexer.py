@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 # compute capability family -> draft lengths (with the token itself) that its kernels take as they are, of 1 to 6
 NATIVE = {90: {1, 2, 4}, 100: {1, 2, 3, 4, 5, 6}, 120: {1, 2, 3, 4, 5, 6}, 80: {1, 2}}
@@ -57,3 +59,17 @@ def test_kernel_library_takes_what_the_predicate_promises(on_gpu: Any, rows: int
     for family in (90, 100, 120):
         on_gpu(family)
         assert _supports_native_decode(rows) is native_next_n_supported(rows)
+
+
+def test_query_offsets_come_back_with_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = SimpleNamespace(flash_attn_varlen_func=None)  # a CPU has none
+    for name in ("vllm.vllm_flash_attn", "vllm.vllm_flash_attn.flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, name, kernels)
+    from vllm.v1.attention.backends.mla.flashattn_mla_sparse import FlashAttnMLASparseImpl
+
+    attention = object.__new__(FlashAttnMLASparseImpl)
+    offsets = torch.full((9,), 1 << 30, dtype=torch.int32)  # as after sleeping at level 2
+    attention.cu_seqlens_q_buffer = offsets
+    attention.process_weights_after_loading(torch.bfloat16)
+    assert attention.cu_seqlens_q_buffer is offsets
+    assert offsets.tolist() == list(range(9))
