@@ -55,7 +55,7 @@ def test_exllamav3_is_pinned_by_hash_and_noticed(checkout: Path) -> None:
     lines = (checkout / fetch.EXLLAMAV3_REQUIREMENTS).read_text().splitlines()[1:]
     assert re.fullmatch(r"exllamav3==\d+\.\d+\.\d+ \\\s+--hash=sha256:[0-9a-f]{64}", "\n".join(lines))
     assert "exllamav3 (MIT License; Copyright" in (checkout / "NOTICE").read_text()
-    assert "/opt/exl3/licenses/exllamav3" in " ".join((checkout / "NOTICE").read_text().split())
+    assert "licenses/exllamav3, beside this file" in " ".join((checkout / "NOTICE").read_text().split())
 
 
 def test_both_extensions_are_compiled_for_the_same_cards(checkout: Path) -> None:
