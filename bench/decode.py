@@ -58,7 +58,7 @@ def measure_all(options: argparse.Namespace) -> dict[str, Any]:
                 process.communicate("go\n")
             log = (logs / variant).read_text(errors="replace")
             line = next((line for line in log.splitlines() if line.startswith(FIGURES)), None)
-            figures[variant] = json.loads(line.removeprefix(FIGURES)) if line else {"error": log[-1500:]}
+            figures[variant] = json.loads(line.removeprefix(FIGURES)) if line else {"error": reason(log)}
             print(
                 f"{variant:10} {figures[variant].get('tokens_per_second', figures[variant].get('error'))}", flush=True
             )
@@ -111,6 +111,12 @@ def running(
         with suppress(ProcessLookupError):  # the engine's own processes go with it
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def reason(log: str) -> str:
+    """Why a process failed: the last error in its log that is not about another process; else the end of the log."""
+    errors = [line for line in log.splitlines() if "Error: " in line and "Engine core initialization" not in line]
+    return errors[-1] if errors else log[-1500:]
 
 
 def wait_for(process: subprocess.Popen[str], log: Path) -> None:

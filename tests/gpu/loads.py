@@ -54,7 +54,7 @@ def first_kernel(cubin: bytes) -> str:
 
 # Kernels that libraries below vLLM choose by the sizes of a batch, for unquantized models too, and load when they run:
 # torch's own, cuBLAS's, FlashAttention's.
-LIBRARIES = re.compile(r"_ZN2at6native|nvjet_|.*gemv|_ZN\d+cublas|_ZN7cutlass13device_kernelIN5flash")
+LIBRARIES = re.compile(r"_ZN2at6native|nvjet_|.*gemv|_ZN\d+cublas|_ZN5flash|_ZN7cutlass13device_kernelIN5flash")
 
 
 def late(names: list[str]) -> list[str]:
