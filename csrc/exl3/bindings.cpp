@@ -147,7 +147,7 @@ int column_blocks(const exl3::LinearArgs& args) {
 // y [m, sum of widths] <- every shard of a merged projection; see linear_args.
 void linear(Tensor y, const Tensor& x, const Tensor& trellis, const Tensor& suh, const Tensor& svh,
             Tensor scratch, int64_t k, std::vector<int64_t> shards, int64_t codebook,
-            int64_t splits, bool dependent_launch, bool wide) {
+            int64_t splits, bool dependent_launch, int64_t wide) {
   exl3::LinearArgs args = linear_args(y, x, trellis, suh, svh, k, shards, codebook);
   STD_TORCH_CHECK(splits > 0, "exl3: splits is ", splits, ", want at least 1");
   args.splits = static_cast<int>(splits);
@@ -156,7 +156,8 @@ void linear(Tensor y, const Tensor& x, const Tensor& trellis, const Tensor& suh,
   give_scratch(args, scratch, exl3::linear_scratch_bytes(args.m, args.k, column_blocks(args), args.shards, args.splits),
                device);
   const DeviceGuard guard(device);
-  check_launch(exl3::launch_linear(args, static_cast<int>(codebook), dependent_launch, wide, current_stream(device)),
+  check_launch(exl3::launch_linear(args, static_cast<int>(codebook), dependent_launch, static_cast<int>(wide),
+                                   current_stream(device)),
                "linear");
 }
 
@@ -245,7 +246,7 @@ int64_t many_rows_scratch_bytes(int64_t m, int64_t k, int64_t shards, int64_t bl
 STABLE_TORCH_LIBRARY(exl3, m) {
   m.def(
       "linear(Tensor(a!) y, Tensor x, Tensor trellis, Tensor suh, Tensor svh, Tensor(b!) scratch, int k, "
-      "int[] shards, int codebook, int splits, bool dependent_launch, bool wide) -> ()");
+      "int[] shards, int codebook, int splits, bool dependent_launch, int wide) -> ()");
   m.def(
       "linear_many_rows(Tensor(a!) y, Tensor x, Tensor trellis, Tensor suh, Tensor svh, Tensor(b!) scratch, int k, "
       "int[] shards, int codebook, int blocks) -> ()");

@@ -77,22 +77,16 @@ cudaError_t launch_book(const LinearArgs& args, int codebook, bool dependent, cu
 }
 
 // The shapes, one for each row count; two blocks an SM fit in shared memory.
-#ifndef EXL3_TOGETHER
-#define EXL3_TOGETHER 2
-#endif
-using Rows8 = Shape<8, 128, 4, EXL3_TOGETHER>;
-using Rows16 = Shape<16, 128, 4, EXL3_TOGETHER>;
-using Rows32 = Shape<32, 128, 4, EXL3_TOGETHER>;
+using Rows8 = Shape<8, 128, 4, 2>;
+using Rows16 = Shape<16, 128, 4, 2>;
+using Rows32 = Shape<32, 128, 4, 2>;
 using Rows64 = Shape<64, 128, 3>;
 using Rows128 = Shape<128, 128, 2>;
 
 cudaError_t launch_few_rows(const LinearArgs& args, int rows, int codebook, bool dependent, cudaStream_t stream);
 cudaError_t launch_mid_rows(const LinearArgs& args, int rows, int codebook, bool dependent, cudaStream_t stream);
 // The same bytes by the kernels of SM90 for many rows; one row tile.
-#ifndef EXL3_LEAST_WIDE
-#define EXL3_LEAST_WIDE 128
-#endif
-constexpr int kLeastWideRows = EXL3_LEAST_WIDE;
+constexpr int kLeastWideRows = 64;
 cudaError_t launch_wide_rows(const LinearArgs& args, int rows, int codebook, bool dependent, cudaStream_t stream);
 
 }  // namespace exl3

@@ -46,7 +46,7 @@ cudaError_t launch_wide(const LinearArgs& args, const WideWork& work, bool depen
   if (status != cudaSuccess) return status;
   const int workers = (work.cut.splits + work.runs - 1) / work.runs;
   const Launch second(dim3(workers * S::kCluster), S::kThreads, shared, dependent, stream, S::kCluster);
-  status = cudaLaunchKernelEx(&second.config, multiply, args, work, S::packed_stages(rate2), S::packed_bytes(rate2));
+  status = cudaLaunchKernelEx(&second.config, multiply, args, work, S::packed_bytes(rate2));
   if (status != cudaSuccess) return status;
 
   if constexpr (S::kDirect) {

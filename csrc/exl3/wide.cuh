@@ -16,9 +16,8 @@
 namespace exl3 {
 
 constexpr int kConsumerWarps = kBlockTiles;  // two warpgroups
-constexpr int kPackedStages = 16;     // most stages of packed weights: memory is farther than the other operands
 constexpr int kBarrierBytes = 1024;
-constexpr int kWideSharedBytes = 232448 - 256;  // what a block may have, less the cursors
+constexpr int kWideSharedBytes = 232448;  // what a block may have
 constexpr int kExchangeRows = 64;
 constexpr int kFullWavePercent = 88;  // of the last wave of whole tiles; below, tiles are shared
 
@@ -33,34 +32,32 @@ struct Wide {
   // Whole tiles are transformed and stored by the block itself. Without: every run writes parts, as linear_kernel does.
   static constexpr bool kDirect = kRows == 256;
   static constexpr int kCluster = kDirect ? EXL3_CLUSTER : 1;
-#ifndef EXL3_WIDE_DEPTH
-#define EXL3_WIDE_DEPTH 64
-#endif
-  static constexpr int kDepth = kRows == 256 ? 32 : EXL3_WIDE_DEPTH, kSteps = kDepth / kStepDepth;  // of a stage
-  static constexpr int kStages = kRows == 256 ? 6 : (kRows == 128 ? 10 : 12) / kSteps;
+  static constexpr int kDepth = kStepDepth;  // of a stage
+  static constexpr int kStages = kRows == 256 ? 6 : kRows == 128 ? 10 : 12;
   // An instruction of 256 rows needs more registers than 512 threads can be compiled for.
-  static constexpr int kProducerWarps = kRows == 256 ? 4 : 8, kWarpTiles = kBlockTiles / kProducerWarps;
+  static constexpr int kProducerWarps = kRows == 256 ? 4 : 8;
+  static constexpr int kPackedStages = kRows == 256 ? 3 : 2;  // of each producer, its own
   static constexpr int kThreads = 32 * (kConsumerWarps + kProducerWarps);
-  static constexpr int kConsumerRegisters = kRows == 256 ? 208 : 152, kProducerRegisters = kRows == 256 ? 88 : 104;
+  static constexpr int kConsumerRegisters = kRows == 256 ? 200 : 152, kProducerRegisters = kRows == 256 ? 104 : 104;
   static constexpr int kUnitStages = kUnitDepth / kDepth;
   static constexpr int kWeightBytes = kBlockColumns * kDepth * 2, kXBytes = kRows * kDepth * 2;
   static constexpr int kStageBytes = kWeightBytes + kXBytes;
   static constexpr int kExchangeBytes = kDirect ? kExchangeRows * kFinishPitch * 4 : 0;
   static constexpr int kFixedBytes = kBarrierBytes + kStages * kStageBytes + kExchangeBytes;
-  static_assert((3 * kStages + kPackedStages) * 8 <= kBarrierBytes, "barriers fit");
+  static_assert(3 * kStages * 8 <= kBarrierBytes, "barriers fit");
+  static_assert(kProducerWarps <= kStages, "a producer's next stage is at most one turn of the ring away");
   // What a block has from its launch is what its warps may exchange; asking for more waits for ever.
   static_assert(kConsumerWarps * kConsumerRegisters + kProducerWarps * kProducerRegisters <=
                     65536 / kThreads / 8 * 8 * (kThreads / 32), "registers are there");
 
   __host__ __device__ static constexpr int packed_bytes(int rate2) { return kDepth / kTile * kBlockTiles * 16 * rate2; }
-  __host__ __device__ static constexpr int packed_stages(int rate2) {
-    const int fit = (kWideSharedBytes - kFixedBytes) / packed_bytes(rate2);
-    return fit < kPackedStages ? fit : kPackedStages;
-  }
   __host__ __device__ static constexpr int shared_bytes(int rate2) {
-    return kFixedBytes + packed_stages(rate2) * packed_bytes(rate2);
+    return kFixedBytes + kProducerWarps * kPackedStages * packed_bytes(rate2);
   }
 };
+
+static_assert(Wide<64>::shared_bytes(16) <= kWideSharedBytes && Wide<128>::shared_bytes(16) <= kWideSharedBytes &&
+                  Wide<256>::shared_bytes(16) <= kWideSharedBytes, "every rate fits");
 
 // A tile is kRows rows x 128 columns (a column block, or one for each block of a cluster) and `depth` units deep; tiles
 // are ordered column by column. Grains, whole tiles or single units, are dealt to runs, and each worker has `runs` runs.
@@ -105,8 +102,8 @@ struct TilePlace {
 struct Turn {
   int stage;
   uint32_t parity;
-  __device__ __forceinline__ void advance(int stages) {
-    if (++stage == stages) stage = 0, parity ^= 1;
+  __device__ __forceinline__ void advance(int stages, int by = 1) {
+    if ((stage += by) >= stages) stage -= stages, parity ^= 1;
   }
 };
 
@@ -114,93 +111,121 @@ struct Turn {
 template <class S>
 struct WideShared {
   SharedAddress base;
-  int packed_stages, packed_bytes;
+  int packed_bytes;
   __device__ __forceinline__ SharedAddress weights_full(int stage) const { return base + stage * 8; }
   __device__ __forceinline__ SharedAddress x_full(int stage) const { return base + (S::kStages + stage) * 8; }
   __device__ __forceinline__ SharedAddress empty(int stage) const { return base + (2 * S::kStages + stage) * 8; }
-  __device__ __forceinline__ SharedAddress packed_full(int stage) const { return base + (3 * S::kStages + stage) * 8; }
   __device__ __forceinline__ SharedAddress weights(int stage) const { return base + kBarrierBytes + stage * S::kStageBytes; }
   __device__ __forceinline__ SharedAddress x(int stage) const { return weights(stage) + S::kWeightBytes; }
   __device__ __forceinline__ SharedAddress exchange() const { return base + kBarrierBytes + S::kStages * S::kStageBytes; }
-  __device__ __forceinline__ SharedAddress packed(int stage) const { return base + S::kFixedBytes + stage * packed_bytes; }
+  __device__ __forceinline__ SharedAddress packed(int warp) const {
+    return base + S::kFixedBytes + warp * S::kPackedStages * packed_bytes;
+  }
 };
 
 #if EXL3_WARPGROUP
 
-// Where a warp is that fetches ahead. In shared memory, as the sums take the registers.
-struct Cursor {
-  int run, unit, end;
-};
-constexpr int kXWarp = 4;  // of the consumers, fetches x; those before it a row of tiles of each stage's packed weights
-
-// Copies are started by consumers, one warp each, since to start one takes a warp as long as half a stage takes the tensor
-// cores, and a producer would wait for its copies at each of its fences. One thread's.
+// A worker's segments, for those who fetch ahead.
 template <class S>
-struct Fetcher {
-  static constexpr int kTileRows = S::kDepth / kTile;
-  static_assert(kTileRows <= kXWarp && kXWarp < kConsumerWarps, "a warp for each row of tiles");
+struct Cursor {
   const LinearArgs& args;
   const WideWork& work;
+  int rank, run, last, unit = 0, end = 0, left = 0;  // left: stages of this segment, 0 after the last
+
+  __device__ __forceinline__ Cursor(const LinearArgs& args, const WideWork& work, int worker, int rank)
+      : args(args), work(work), rank(rank), run(worker * work.runs - 1),
+        last(min((worker + 1) * work.runs, work.cut.splits)) {}
+  // The next segment, if there is one: f(place, first unit in its tile).
+  template <class F>
+  __device__ __forceinline__ void next(F&& f) {
+    if (unit == end) {
+      if (++run >= last) return;
+      unit = work.cut.start(run) * work.grain, end = work.cut.start(run + 1) * work.grain;
+    }
+    const int tile = unit / work.depth, first = unit - tile * work.depth, beyond = min(end, (tile + 1) * work.depth);
+    f(TilePlace<S::kCluster>(args, work, tile, rank), first);
+    left = (beyond - unit) * S::kUnitStages;
+    unit = beyond;
+  }
+};
+
+constexpr int kXWarp = 4;
+// One thread of the consumers fetches x: a producer would wait for its copies at each of its fences.
+template <class S>
+struct Fetcher {
   const WideShared<S>& shared;
-  Cursor& at;
-  const int worker, rank, warp;
+  Cursor<S> at;
   const unsigned char* from = nullptr;
-  int64_t step = 0;  // bytes from a stage to the next
-  uint32_t bytes = 0;
-  int left = 0;  // stages of this segment, 0 after the last
   Turn turn{0, 0};
 
-  __device__ __forceinline__ bool x() const { return warp == kXWarp; }
   __device__ __forceinline__ void start() {
-    at = {worker * work.runs - 1, 0, 0};
     seek();
-    if (x()) wait_for_previous_grid();
-    for (int stage = 0; stage < (x() ? S::kStages : shared.packed_stages); ++stage) fetch();
+    wait_for_previous_grid();
+    for (int stage = 0; stage < S::kStages; ++stage) fetch();
   }
   __device__ __forceinline__ void seek() {
-    int unit = at.unit;
-    if (unit == at.end) {
-      if (++at.run >= min((worker + 1) * work.runs, work.cut.splits)) return;
-      unit = work.cut.start(at.run) * work.grain, at.end = work.cut.start(at.run + 1) * work.grain;
-    }
-    const int tile = unit / work.depth, first = unit - tile * work.depth, beyond = min(at.end, (tile + 1) * work.depth);
-    const TilePlace<S::kCluster> place(args, work, tile, rank);
-    if (x()) {
-      from = args.scratch + place.shard * work.rotation_bytes +
-             (static_cast<int64_t>(place.row_tile) * args.k + first * kUnitDepth) * (S::kRows * 2);
-      step = S::kXBytes;
-    } else {
-      const LinearShard& shard = args.shard[place.shard];
-      bytes = kBlockTiles * 16 * shard.rate2;
-      const int64_t pitch = static_cast<int64_t>(shard.blocks) * bytes;  // from a row of tiles to the next
-      from = shard.trellis + (first * (kUnitDepth / kTile) + warp) * pitch +
-             static_cast<int64_t>(place.decoded(args)) * bytes;
-      step = kTileRows * pitch;
-    }
-    left = (beyond - unit) * S::kUnitStages;
-    at.unit = beyond;
+    at.next([&](const TilePlace<S::kCluster>& place, int first) {
+      from = at.args.scratch + place.shard * at.work.rotation_bytes +
+             (static_cast<int64_t>(place.row_tile) * at.args.k + first * kUnitDepth) * (S::kRows * 2);
+    });
+  }
+  // Into the place of a stage that all consumers have left, or will have soon.
+  __device__ __forceinline__ void fetch() {
+    if (at.left == 0) return;
+    const SharedAddress to = shared.x(turn.stage), full = shared.x_full(turn.stage);
+    barrier_wait(shared.empty(turn.stage), turn.parity ^ 1);
+    barrier_expect(full, S::kXBytes);
+    bulk_copy(to, from, S::kXBytes, full);
+    turn.advance(S::kStages);
+    from += S::kXBytes;
+    if (--at.left == 0) seek();
+  }
+};
+
+// A producer warp takes every kProducerWarps-th stage, whole, and copies its packed tiles some of its stages ahead.
+template <class S>
+struct PackedAhead {
+  Cursor<S> at;
+  const SharedAddress ring;
+  const uint32_t slot_bytes;
+  const int lane;
+  int phase, slot = 0, left = 0;  // phase: stages from here to this warp's next; left: of its own in this segment
+  const unsigned char* from = nullptr;  // this lane's first piece of 16 bytes of its next stage
+  int64_t pitch = 0;                    // bytes from a row of tiles to the next
+  int pieces = 0;                       // of a row of tiles
+
+  __device__ __forceinline__ PackedAhead(const LinearArgs& args, const WideWork& work, const WideShared<S>& shared,
+                                         int worker, int rank, int warp, int lane)
+      : at(args, work, worker, rank), ring(shared.packed(warp)), slot_bytes(shared.packed_bytes), lane(lane), phase(warp) {
+    seek();
+  }
+  __device__ __forceinline__ void seek() {
+    do {
+      at.left = 0;
+      at.next([&](const TilePlace<S::kCluster>& place, int first) {
+        const LinearShard& shard = at.args.shard[place.shard];
+        pieces = kBlockTiles * shard.rate2;
+        pitch = static_cast<int64_t>(shard.blocks) * pieces * 16;
+        from = shard.trellis + (first * (kUnitDepth / kTile) + phase * (S::kDepth / kTile)) * pitch +
+               (static_cast<int64_t>(place.decoded(at.args)) * pieces + lane) * 16;
+      });
+      left = at.left > phase ? (at.left - phase + S::kProducerWarps - 1) / S::kProducerWarps : 0;
+      phase += left * S::kProducerWarps - at.left;
+    } while (left == 0 && at.left > 0);
   }
   __device__ __forceinline__ void fetch() {
-    if (left == 0) return;
-    if (x()) {  // into the place of a stage that all consumers have left, here and in the cluster, or will have soon
-      const SharedAddress to = shared.x(turn.stage), full = shared.x_full(turn.stage);
-      barrier_wait(shared.empty(turn.stage), turn.parity ^ 1);
-      barrier_expect(full, S::kXBytes);
-      if constexpr (S::kCluster == 1) {
-        bulk_copy(to, from, S::kXBytes, full);
-      } else {
-        constexpr int kPart = S::kXBytes / S::kCluster;
-        bulk_copy_to_all(to + rank * kPart, from + rank * kPart, kPart, full, S::kCluster);
-      }
-      turn.advance(S::kStages);
-    } else {  // into the place of a stage that has been decoded
-      const SharedAddress full = shared.packed_full(turn.stage);
-      barrier_expect(full, bytes);
-      bulk_copy(shared.packed(turn.stage) + warp * bytes, from, bytes, full);
-      turn.advance(shared.packed_stages);
+    if (left > 0) {
+      const SharedAddress to = ring + slot * slot_bytes + lane * 16;
+#pragma unroll
+      for (int row = 0; row < S::kDepth / kTile; ++row)
+#pragma unroll 1
+        for (int i = 0; i < pieces; i += 32)
+          if (i + lane < pieces) cp_async_16(to + (row * pieces + i) * 16, from + row * pitch + i * 16);
+      from += S::kProducerWarps * (S::kDepth / kTile) * pitch;
+      if (--left == 0) seek();
     }
-    from += step;
-    if (--left == 0) seek();
+    cp_async_commit();
+    slot = slot + 1 == S::kPackedStages ? 0 : slot + 1;
   }
 };
 
@@ -208,41 +233,48 @@ template <class S>
 struct Producer {
   const WideShared<S>& shared;
   const int warp = threadIdx.x / 32 - kConsumerWarps, lane = threadIdx.x % 32;
-  Turn turn{0, 0}, packed{0, 0};
+  PackedAhead<S> ahead;
+  Turn turn{warp, 0};
+  int phase = warp, slot = 0;
 
-  __device__ __forceinline__ explicit Producer(const WideShared<S>& shared) : shared(shared) {}
+  __device__ __forceinline__ Producer(const LinearArgs& args, const WideWork& work, const WideShared<S>& shared,
+                                      int worker, int rank)
+      : shared(shared), ahead(args, work, shared, worker, rank, warp, lane) {
+    for (int stage = 0; stage < S::kPackedStages - 1; ++stage) ahead.fetch();
+  }
 
-  // One segment of `stages` stages.
+  // This warp's stages of a segment of `stages`.
   template <Codebook kBook, int kRate2>
   __device__ __forceinline__ void decode(int stages) {
+    constexpr int kTogether = 4;  // tiles: they hide each other's latency
     const LanePlace<kRate2> place(lane);
     // Lane l stores row l%8 of matrix l/8: column halves 8 columns apart, then halves of the tile's k.
-    const uint32_t matrix = warp * S::kWarpTiles * kTile * 16 + lane % 16 * 16 + lane / 16 * (kBlockColumns * 16);
+    const uint32_t matrix = lane % 16 * 16 + lane / 16 * (kBlockColumns * 16);
 #pragma unroll 1
-    for (; stages > 0; --stages) {
+    for (; phase < stages; phase += S::kProducerWarps) {
+      ahead.fetch();
+      cp_async_wait<S::kPackedStages - 1>();
+      __syncwarp();
+      SharedAddress from = ahead.ring + slot * ahead.slot_bytes;
       barrier_wait(shared.empty(turn.stage), turn.parity ^ 1);
-      barrier_wait(shared.packed_full(packed.stage), packed.parity);
-      const SharedAddress from = shared.packed(packed.stage) + warp * S::kWarpTiles * Rate<kRate2>::kTileBytes;
-      const SharedAddress to = shared.weights(turn.stage) + matrix;
-      uint32_t a[S::kSteps][S::kWarpTiles][2][4];  // all before the first is stored: they hide each other's latency
+#pragma unroll 1
+      for (int tiles = 0; tiles < S::kDepth / kTile * kBlockTiles; tiles += kTogether) {
+        const SharedAddress to = shared.weights(turn.stage) + matrix + tiles % kBlockTiles * (kTile * 16) +
+                                 tiles / kBlockTiles * (2 * kBlockColumns * 16);
+        uint32_t a[kTogether][4];
 #pragma unroll
-      for (int step = 0; step < S::kSteps; ++step)
+        for (int tile = 0; tile < kTogether; ++tile, from += Rate<kRate2>::kTileBytes)
+          decode_tile<kBook, kRate2>(SharedTile{from}, place, a[tile]);
 #pragma unroll
-        for (int tile = 0; tile < S::kWarpTiles; ++tile)
-          decode_step<kBook, kRate2>(from + tile * Rate<kRate2>::kTileBytes, step, place, a[step][tile]);
-#pragma unroll
-      for (int step = 0; step < S::kSteps; ++step)
-#pragma unroll
-        for (int tile = 0; tile < S::kWarpTiles; ++tile)
-#pragma unroll
-          for (int half = 0; half < 2; ++half)
-            store_matrices(to + tile * kTile * 16 + (2 * step + half) * 2 * kBlockColumns * 16, a[step][tile][half]);
+        for (int tile = 0; tile < kTogether; ++tile) store_matrices(to + tile * (kTile * 16), a[tile]);
+      }
       publish_shared();
       __syncwarp();
       if (lane == 0) barrier_arrive(shared.weights_full(turn.stage));
-      turn.advance(S::kStages);
-      packed.advance(shared.packed_stages);
+      turn.advance(S::kStages, S::kProducerWarps);
+      slot = slot + 1 == S::kPackedStages ? 0 : slot + 1;
     }
+    phase -= stages;
   }
 };
 
@@ -263,7 +295,7 @@ __device__ __forceinline__ void decode_at(Producer<S>& producer, int rate2, int 
 template <Codebook kBook, class S>
 __device__ __forceinline__ void produce(const LinearArgs& args, const WideWork& work, const WideShared<S>& shared,
                                         int worker, int rank) {
-  Producer<S> producer(shared);
+  Producer<S> producer(args, work, shared, worker, rank);
   for_segments(work, worker, [&](int, int tile, int, int units) {
     const TilePlace<S::kCluster> place(args, work, tile, rank);
     decode_at<kBook>(producer, args.shard[place.shard].rate2, units * S::kUnitStages);
@@ -375,9 +407,8 @@ __device__ __forceinline__ void consume(const LinearArgs& args, const WideWork& 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32_t mine = warp / 4 * (kBlockColumns / 2 * 16);  // this warpgroup's columns
   constexpr uint32_t kAlongWeights = kBlockColumns * 16, kAlongX = S::kRows * 16;
-  const bool fetches = lane == 0 && (warp < S::kDepth / kTile || warp == kXWarp);
-  __shared__ Cursor cursors[kConsumerWarps];
-  Fetcher<S> fetcher{args, work, shared, cursors[warp], worker, rank, warp};
+  const bool fetches = lane == 0 && warp == kXWarp;
+  Fetcher<S> fetcher{shared, Cursor<S>(args, work, worker, rank)};
   if (fetches) fetcher.start();
   __syncwarp();
   Turn turn{0, 0};
@@ -406,7 +437,7 @@ __device__ __forceinline__ void consume(const LinearArgs& args, const WideWork& 
       warpgroup_wait<1>();
       if (before >= 0) release(before);
       if (fetches) {
-        if (warp != kXWarp || wait == 0) fetcher.fetch();
+        if (wait == 0) fetcher.fetch();
         else --wait;
       }
       __syncwarp();
@@ -437,19 +468,17 @@ __device__ __forceinline__ void consume(const LinearArgs& args, const WideWork& 
 // Grid: workers, in clusters. Dynamic shared memory: S::shared_bytes.
 template <Codebook kBook, class S>
 __global__ void __launch_bounds__(S::kThreads, 1)
-    wide_kernel(const __grid_constant__ LinearArgs args, const __grid_constant__ WideWork work, int packed_stages,
-                int packed_bytes) {
+    wide_kernel(const __grid_constant__ LinearArgs args, const __grid_constant__ WideWork work, int packed_bytes) {
 #if EXL3_WARPGROUP
-  const WideShared<S> shared{dynamic_shared(), packed_stages, packed_bytes};
+  const WideShared<S> shared{dynamic_shared(), packed_bytes};
   const int rank = S::kCluster == 1 ? 0 : cluster_rank(), worker = blockIdx.x / S::kCluster;
   allow_next_grid();
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < S::kStages; ++stage) {
-      barrier_init(shared.weights_full(stage), S::kProducerWarps);
+      barrier_init(shared.weights_full(stage), 1);
       barrier_init(shared.x_full(stage), 1);
       barrier_init(shared.empty(stage), kConsumerWarps * S::kCluster);
     }
-    for (int stage = 0; stage < packed_stages; ++stage) barrier_init(shared.packed_full(stage), S::kDepth / kTile);
     barrier_publish();
   }
   if constexpr (S::kCluster == 1) __syncthreads();
@@ -463,7 +492,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   }
   if constexpr (S::kCluster > 1) cluster_barrier();  // others may still arrive here
 #else
-  (void)args, (void)work, (void)packed_stages, (void)packed_bytes;
+  (void)args, (void)work, (void)packed_bytes;
 #endif
 }
 

@@ -32,7 +32,7 @@ def linear(
     dependent: bool = False,
     pad: int = 0,
     target: str = "warp",
-    wide: bool = False,
+    wide: int = 0,
     blocks: int = 0,
 ) -> torch.Tensor:
     """[m, sum of widths] `dtype` of operator `linear`, or of `linear_many_rows` on so many blocks.
@@ -64,7 +64,7 @@ def enqueue_linear(
     dependent: bool,
     scratch: torch.Tensor | None = None,
     target: str = "warp",
-    wide: bool = False,
+    wide: int = 0,
 ) -> torch.Tensor:
     """Launches without waiting, x as it lies; returns the scratch, one made for the purpose unless given."""
     k, blocks = shards[0].k, sum(shard.n for shard in shards) // BLOCK

@@ -77,16 +77,16 @@ MUTANTS: dict[str, Mutant] = {
         file="wide.cuh", old="if (before >= 0) release(before);", new="release(turn.stage);", test=BESIDE
     ),
     "packed-weights-decoded-before-they-came": Mutant(
+        file="wide.cuh", old="      cp_async_wait<S::kPackedStages - 1>();\n", new="", test=BESIDE
+    ),
+    "rotated-input-over-that-in-use": Mutant(
         file="wide.cuh",
-        old="      barrier_wait(shared.packed_full(packed.stage), packed.parity);\n",
-        new="",
+        old="    barrier_wait(shared.empty(turn.stage), turn.parity ^ 1);\n    barrier_expect",
+        new="    barrier_expect",
         test=BESIDE,
     ),
-    "packed-weights-overwritten": Mutant(
-        file="wide.cuh",
-        old="barrier_wait(shared.packed_empty(before), packed.stage == 0 ? packed.parity ^ 1 : packed.parity);",
-        new="",
-        test=BESIDE,
+    "turns-begin-anew-with-each-segment": Mutant(
+        file="wide.cuh", old="phase -= stages;", new="phase = warp;", test=BESIDE
     ),
     "matrix-stored-elsewhere": Mutant(
         file="wide.cuh", old="lane / 16 * (kBlockColumns * 16)", new="lane / 16 * 256", test=BESIDE

@@ -50,9 +50,9 @@ def test_warpgroups_give_the_same_bytes(book, rate):
 def test_warps_that_decode_beside_warps_that_multiply_give_the_same_bytes(book, rate):
     """The kernels of SM90 for many rows, cut as the others are; each ring of stages goes round."""
     shard, x = random_shard(640, 256, rate, book), random_x(100, 640)
-    for splits in (1, 5):
-        want = linear(x, [shard], splits=splits)
-        assert same_bytes(linear(x, [shard], splits=splits, target="warpgroup", wide=True), want)
+    for m, splits in ((100, 1), (100, 5), (50, 2)):
+        want = linear(x[:m], [shard], splits=splits)
+        assert same_bytes(linear(x[:m], [shard], splits=splits, target="warpgroup", wide=64), want)
 
 
 @pytest.mark.parametrize("book, rate", [("mcg", 3), ("mcg", 4), ("mul1", 2.5), ("3inst", 8)])
@@ -173,20 +173,20 @@ def test_hadamard(x_type, y_type, signs):
     assert error(got, want) < ROUNDED[y_type]
 
 
-SHARD, ARENA = random_shard(128, 256, 3, "mcg"), Arena()
+SHARD, ROOM = random_shard(128, 256, 3, "mcg"), torch.zeros(1 << 17, dtype=torch.uint8)
 GOOD = {
     "y": torch.zeros(2, 256),
     "x": torch.zeros(2, 128),
     "trellis": SHARD.trellis,
     "suh": SHARD.suh,
     "svh": SHARD.svh,
-    "scratch": ARENA.empty((1 << 16,), torch.uint8, align=256),
+    "scratch": ROOM[-ROOM.data_ptr() % 256 :][: 1 << 16],
     "k": 128,
     "shards": [256, 0, 256, 6],
     "codebook": 1,
     "splits": 2,
     "dependent_launch": False,
-    "wide": False,
+    "wide": 0,
 }
 REFUSALS = [
     ({"x": torch.zeros(2, 129)}, "x has 129 columns, want at most k = 128"),
