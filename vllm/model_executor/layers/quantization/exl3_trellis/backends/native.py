@@ -34,7 +34,7 @@ EVERY_ROW = 1 << 30
 # SM; most rows fused; most rows of SM90's kernel for many; least row tile that SM90's own fused kernel serves, or 0;
 # the measurement that chose them.  The first that fits.
 CROSSOVERS = (
-    ((90, 90), 256, 0, 0, "bench linear, one H200: at 256 rows both ways take the same time, see csrc/exl3/README.md"),
+    ((90, 90), 128, 512, 0, "one H200, where each way was the fastest on average: csrc/exl3/README.md, bench/results"),
     ((80, 999), 128, 0, 0, "not measured: one row tile of the widest kernel, so that each weight is decoded once"),
 )
 
