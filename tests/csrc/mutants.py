@@ -61,7 +61,10 @@ MUTANTS: dict[str, Mutant] = {
         file="linear.cuh", old="warpgroup_wait<0>", new="warpgroup_wait<1>", test=WARPGROUPS
     ),
     "slot-loaded-beyond-its-column-block": Mutant(
-        file="linear.cuh", old="min(min(S::kTogether, left_in_block), remaining)", new="min(S::kTogether, remaining)"
+        file="linear.cuh",
+        old="min(min(S::kTogether, left_in_block), remaining)",
+        new="min(S::kTogether, remaining)",
+        test=CUT,
     ),
     # Warps that decode beside warps that multiply.
     "weights-multiplied-before-published": Mutant(
