@@ -48,6 +48,8 @@ MoeArgs numbers(int64_t m, int64_t slices, const std::vector<int64_t>& sizes, co
                   "exl3: a plan of ", args.parts, " parts, windows of ", args.window, " routes and a grid of ", args.grid);
   STD_TORCH_CHECK(!args.decode || args.window >= m * args.top_k, "exl3: ", m * args.top_k,
                   " routes, want at most the window of a decode plan, ", args.window);
+  STD_TORCH_CHECK(!args.decode || args.down_columns >= args.k, "exl3: down in passes of ", args.down_columns,
+                  " columns, want all ", args.k, " to decode");
   STD_TORCH_CHECK(args.down_columns >= 128 && args.down_columns % 128 == 0, "exl3: down in passes of ",
                   args.down_columns, " columns, want a multiple of 128");
   return args;
@@ -90,7 +92,7 @@ void moe(Tensor y, const Tensor& x, const Tensor& weights, const Tensor& ids, Te
     check_vector(of[5], "w2_svh", ScalarType::Half, experts * args.k, device);
     check_aligned(of[0], "w13_trellis", 16);
     check_aligned(of[3], "w2_trellis", 16);
-    for (int vector : {1, 2, 4, 5}) check_aligned(of[vector], "a vector of signs", 4);
+    for (int vector : {1, 2, 4, 5}) check_aligned(of[vector], "a vector of signs", 16);
     args.slice[i] = {{static_cast<const unsigned char*>(of[0].data_ptr()), static_cast<const unsigned char*>(of[3].data_ptr())},
                      of[1].data_ptr(), of[2].data_ptr(), of[4].data_ptr(), of[5].data_ptr()};
   }
@@ -103,6 +105,10 @@ void moe(Tensor y, const Tensor& x, const Tensor& weights, const Tensor& ids, Te
   args.arena = static_cast<unsigned char*>(arena.data_ptr());
   args.x_stride = x.stride(0);
   args.y_stride = y.stride(0);
+  const auto wide = [&](const Tensor& t) {
+    return reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0 && t.stride(0) % 8 == 0;
+  };
+  args.wide_x = wide(x) && wide(y);
   args.limit = static_cast<float>(limit);
   args.alpha = static_cast<float>(alpha);
   args.beta = static_cast<float>(beta);

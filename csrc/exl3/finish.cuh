@@ -3,14 +3,9 @@
 
 #include "hadamard.cuh"
 #include "mma.cuh"
+#include "values.cuh"
 
 namespace exl3 {
-
-__device__ __forceinline__ void store(void* y, int64_t at, DataType type, float value) {
-  if (type == DataType::kHalf) static_cast<__half*>(y)[at] = __float2half_rn(value);
-  else if (type == DataType::kBfloat16) static_cast<__nv_bfloat16*>(y)[at] = __float2bfloat16_rn(value);
-  else static_cast<float*>(y)[at] = value;
-}
 
 constexpr int kFinishThreads = 256;  // one thread a (tile, lane) of the parts, then one warp a row
 constexpr int kFinishPitch = kBlockColumns + 4;  // floats: fragments written down columns spread over all banks

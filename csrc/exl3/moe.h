@@ -44,6 +44,7 @@ struct MoeArgs {
   int codebook;
   bool decode;            // the plan for few rows, whose sums keep both halves of a decoded word apart
   bool shared_h, weight_on_input, wide_ids;
+  bool wide_x;            // rows of x and of y begin at multiples of 16 bytes
   DataType io_type;
   MoeActivation activation;
   float limit, alpha, beta;  // see Activation; limit is infinite where there is none

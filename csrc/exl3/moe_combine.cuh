@@ -1,11 +1,9 @@
 // Between and after the products: activation, and the weighted sum of a row's experts.
 #pragma once
 
-#include "moe_route.cuh"
+#include "moe_rotate.cuh"
 
 namespace exl3 {
-
-__device__ __forceinline__ float2 half_pair(uint32_t pair) { return __half22float2(*reinterpret_cast<const __half2*>(&pair)); }
 
 // This lane's four of the 128 sums of a row and column block; sums begins at the block.
 __device__ __forceinline__ void load_sums(const unsigned char* sums, int64_t at, int sum_bytes, float (&v)[4]) {
@@ -50,44 +48,51 @@ __device__ __forceinline__ float activate(const MoeArgs& args, float gate, float
 
 constexpr int kMiddleWarps = 4, kCombineWarps = 4;
 
+
+// Gate (matrix 0) or up (1) of a route, four channels a lane: its parts added in ascending order of k, then H and svh.
+__device__ __forceinline__ void load_projection(const MoeCall& call, int expert, int slice, int matrix, int block,
+                                                float (&v)[4]) {
+  const MoeArgs& args = call.args;
+  const int lane = threadIdx.x % 32;
+  const unsigned char* sums = args.arena + call.arena.sums;
+  const int64_t at = ((static_cast<int64_t>(blockIdx.x) * args.slices + slice) * kMatrices + matrix) * args.width +
+                     block * kBlockColumns + lane * 4;
+  const int64_t part_sums = static_cast<int64_t>(call.arena.window) * args.slices * kMatrices * args.width;
+  load_sums(sums, at, call.arena.sum_bytes, v);
+#pragma unroll 4
+  for (int part = 1; part < args.parts; ++part) {
+    float more[4];
+    load_sums(sums, at + part * part_sums, call.arena.sum_bytes, more);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] += more[i];
+  }
+  hadamard_128(v, lane);
+  const __half* svh = static_cast<const __half*>(args.slice[slice].svh13) +
+                      (static_cast<int64_t>(expert) * kMatrices + matrix) * args.width + block * kBlockColumns;
+  multiply_channels(v, svh, first_channel(lane), kHadamardScale / call.into_scale);
+}
+
 // middle <- had(act(gate, up) * suh), one warp a (route, slice, 128 channels). Grid: (window, ceil(blocks / 4)).
 static __global__ void __launch_bounds__(32 * kMiddleWarps)
-    moe_middle_kernel(const __grid_constant__ MoeArgs args, int window) {
+    moe_middle_kernel(const __grid_constant__ MoeCall call, int window) {
   wait_for_previous_grid();
   allow_next_grid();
-  const MoeArena arena(args);
+  const MoeArgs& args = call.args;
+  const MoeArena& arena = call.arena;
   const int blocks = args.width / kBlockColumns, lane = threadIdx.x % 32;
   const int at = blockIdx.y * kMiddleWarps + threadIdx.x / 32, slice = at / blocks, block = at % blocks;
   const int place = window * args.window + blockIdx.x;
   if (slice >= args.slices || place >= *reinterpret_cast<const int*>(args.arena + arena.header)) return;
   const int expert = reinterpret_cast<const Route*>(args.arena + arena.sorted)[place].expert;
   const int channel = first_channel(lane);
-  const float scale = kHadamardScale / sum_scale(args, args.k);
-  float halves[kMatrices][4];
-#pragma unroll
-  for (int matrix = 0; matrix < kMatrices; ++matrix) {
-    float(&v)[4] = halves[matrix];
-    int64_t sums = ((static_cast<int64_t>(blockIdx.x) * args.slices + slice) * kMatrices + matrix) * args.width +
-                   block * kBlockColumns + lane * 4;
-    load_sums(args.arena + arena.sums, sums, arena.sum_bytes, v);
-#pragma unroll 1
-    for (int part = 1; part < args.parts; ++part) {
-      float more[4];
-      sums += static_cast<int64_t>(arena.window) * args.slices * kMatrices * args.width;
-      load_sums(args.arena + arena.sums, sums, arena.sum_bytes, more);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) v[i] += more[i];
-    }
-    hadamard_128(v, lane);
-    const __half* svh = static_cast<const __half*>(args.slice[slice].svh13) +
-                        (static_cast<int64_t>(expert) * kMatrices + matrix) * args.width + block * kBlockColumns;
-    multiply_channels(v, svh, channel, scale);
-  }
+  float gate[4], up[4];
+  load_projection(call, expert, slice, 0, block, gate);
+  load_projection(call, expert, slice, 1, block, up);
   float v[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int of_all = slice * args.width + block * kBlockColumns + channel + i % 2 * 8 + i / 2;
-    v[i] = of_all < args.intermediate ? activate(args, halves[0][i], halves[1][i]) : 0.0f;
+    v[i] = of_all < args.intermediate ? activate(args, gate[i], up[i]) : 0.0f;
   }
   multiply_channels(v, static_cast<const __half*>(args.slice[slice].suh2) + static_cast<int64_t>(expert) * args.width +
                            block * kBlockColumns,
@@ -98,64 +103,145 @@ static __global__ void __launch_bounds__(32 * kMiddleWarps)
   unsigned char* to = args.arena + arena.middle +
                       ((static_cast<int64_t>(place) * args.slices + slice) * args.width + block * kBlockColumns) * 2 *
                           arena.twice;
-  if (arena.twice == 2) {  // each twice, in the order of decode_tile_twice
-    uint32_t* four = reinterpret_cast<uint32_t*>(to) + lane / 4 * 16 + lane % 4;
-    four[0] = pack_half2(v[0], v[0]), four[4] = pack_half2(v[2], v[2]);
-    four[8] = pack_half2(v[1], v[1]), four[12] = pack_half2(v[3], v[3]);
+  if (args.decode) {
+    unsigned char* const tile = to + lane / 4 * kTile * 2 * arena.twice;
+    store_few(tile, lane % 4, 0, v[0], v[2], arena.twice);
+    store_few(tile, lane % 4, 1, v[1], v[3], arena.twice);
   } else {
     *reinterpret_cast<uint32_t*>(to + channel * 2) = pack_half2(v[0], v[2]);
     *reinterpret_cast<uint32_t*>(to + (channel + 8) * 2) = pack_half2(v[1], v[3]);
   }
 }
 
-// y <- the sum over a row's slots, in their order. One warp a (row, 128 columns), columns from first_column blocks on.
-// Grid: (m, ceil(column blocks of the pass / 4)).
+// Eight neighbouring places of sums, which hold channels first_of_eight and the next three, and those + 8: in turn.
+__device__ __forceinline__ void load_sums(const unsigned char* sums, int64_t at, int sum_bytes, float (&v)[8]) {
+  if (sum_bytes == 2) return load_8(reinterpret_cast<const __half*>(sums) + at, v);
+  const float4 low = load_from_l2(reinterpret_cast<const float4*>(sums + at * 4));
+  const float4 high = load_from_l2(reinterpret_cast<const float4*>(sums + at * 4) + 1);
+  v[0] = low.x, v[1] = low.y, v[2] = low.z, v[3] = low.w, v[4] = high.x, v[5] = high.y, v[6] = high.z, v[7] = high.w;
+}
+__device__ __forceinline__ int first_of_eight(int place) { return place / kTile * kTile + place % kTile / 2; }
+
+// v <- v * scale * s for an octet's sums; s: of the group.
+__device__ __forceinline__ void multiply_octet(float (&v)[kLanePoints], const __half* s, int lane, float scale) {
+#pragma unroll
+  for (int eight = 0; eight < kLanePoints / 8; ++eight) {
+    const int channel = first_of_eight(lane_point(lane, eight));
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint2 read = *reinterpret_cast<const uint2*>(s + channel + 8 * half);
+      const float2 low = half_pair(read.x), high = half_pair(read.y);
+      const float four[4] = {low.x, low.y, high.x, high.y};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) v[eight * 8 + 2 * i + half] *= four[i] * scale;
+    }
+  }
+}
+
+// Four neighbouring outputs of a row.
+__device__ __forceinline__ void store_outputs(const MoeArgs& args, int row, int64_t first, const float (&v)[4]) {
+  const int64_t at = row * args.y_stride + first;
+  if (args.wide_x && first + 4 <= args.hidden && args.io_type != DataType::kFloat) {
+    const bool half = args.io_type == DataType::kHalf;
+    *reinterpret_cast<uint2*>(static_cast<uint16_t*>(args.y) + at) =
+        half ? make_uint2(pack_half2(v[0], v[1]), pack_half2(v[2], v[3]))
+             : make_uint2(pack_bfloat162(v[0], v[1]), pack_bfloat162(v[2], v[3]));
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    if (first + i < args.hidden) store(args.y, at + i, args.io_type, v[i]);
+}
+
+// y <- the sum over a row's slots, in their order, for few rows. One warp a (row, 128 columns). Grid: (m, ceil(k/128 / 4)).
 static __global__ void __launch_bounds__(32 * kCombineWarps)
-    moe_combine_kernel(const __grid_constant__ MoeArgs args, int first_column, int columns) {
+    moe_combine_few_kernel(const __grid_constant__ MoeCall call) {
   wait_for_previous_grid();
   allow_next_grid();
-  const MoeArena arena(args);
-  const int lane = threadIdx.x % 32, row = blockIdx.x;
-  const int column = blockIdx.y * kCombineWarps + threadIdx.x / 32, channel = first_channel(lane);
-  if (column >= columns) return;
-  const int64_t block = static_cast<int64_t>(first_column + column) * kBlockColumns;
-  const float scale = kHadamardScale / sum_scale(args, args.width);
-  const int* places = reinterpret_cast<const int*>(args.arena + arena.places) + row * args.top_k;
+  const MoeArgs& args = call.args;
+  const int lane = threadIdx.x % 32, row = blockIdx.x, column = blockIdx.y * kCombineWarps + threadIdx.x / 32;
+  const int channel = first_channel(lane);
+  if (column >= args.k / kBlockColumns) return;
+  const int* places = reinterpret_cast<const int*>(args.arena + call.arena.places) + row * args.top_k;
   float y[4] = {};
-#pragma unroll 1
   for (int slice = 0; slice < args.slices; ++slice) {
-    const __half* svh = static_cast<const __half*>(args.slice[slice].svh2) + block;
-    float of_slice[4] = {};
-#pragma unroll 2
+    const __half* svh = static_cast<const __half*>(args.slice[slice].svh2) + column * kBlockColumns;
+#pragma unroll 4
     for (int slot = 0; slot < args.top_k; ++slot) {
-      const int route = row * args.top_k + slot, place = places[slot];
-      if (place < 0) continue;
-      float v[4];
-      const int64_t sums = ((static_cast<int64_t>(place) * args.slices + slice) * columns + column) * kBlockColumns + lane * 4;
-      load_sums(args.arena + arena.outputs, sums, arena.sum_bytes, v);
-      const float weight = args.weight_on_input ? scale : args.weights[route] * scale;
-      if (args.shared_h) {  // one transform for all
-#pragma unroll
-        for (int i = 0; i < 4; ++i) of_slice[i] = fmaf(v[i], weight, of_slice[i]);
-        continue;
-      }
+      const int route = row * args.top_k + slot, place = places[slot], expert = args.shared_h ? 0 : expert_of(args, route);
+      float v[4] = {};
+      const int64_t sums = (static_cast<int64_t>(place) * args.slices + slice) * args.k + column * kBlockColumns + lane * 4;
+      if (place >= 0) load_sums(args.arena + call.arena.outputs, sums, 4, v);
       hadamard_128(v, lane);
-      multiply_channels(v, svh + static_cast<int64_t>(expert_of(args, route)) * args.k, channel, weight);
+      if (place < 0) continue;
+      const float weight = args.weight_on_input ? 1.0f : args.weights[route];
+      multiply_channels(v, svh + static_cast<int64_t>(expert) * args.k, channel, kHadamardScale * weight);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) of_slice[i] += v[i];
+      for (int i = 0; i < 4; ++i) y[i] += v[i];
     }
-    if (args.shared_h) {
-      hadamard_128(of_slice, lane);
-      multiply_channels(of_slice, svh, channel, 1.0f);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) y[i] += of_slice[i];
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int64_t at = block + channel + i % 2 * 8 + i / 2;
+    const int64_t at = static_cast<int64_t>(column) * kBlockColumns + channel + i % 2 * 8 + i / 2;
     if (at < args.hidden) store(args.y, row * args.y_stride + at, args.io_type, y[i]);
   }
+}
+
+// The same for many rows: one warp an octet of a row's columns, from block first_column on.
+// Grid: ceil(m * octets / 4).
+static __global__ void __launch_bounds__(32 * kCombineWarps)
+    moe_combine_kernel(const __grid_constant__ MoeCall call, int first_column, int columns) {
+  wait_for_previous_grid();
+  allow_next_grid();
+  const MoeArgs& args = call.args;
+  const MoeArena& arena = call.arena;
+  const int octets = (columns + kOctet - 1) / kOctet, at = blockIdx.x * kCombineWarps + threadIdx.x / 32;
+  const int lane = threadIdx.x % 32, row = at / octets, column = at % octets * kOctet + lane / 4;
+  if (row >= args.m) return;
+  const bool here = column < columns;
+  const int64_t block = static_cast<int64_t>(first_column + column) * kBlockColumns;
+  const float scale = kHadamardScale / call.down_scale;
+  const int* places = reinterpret_cast<const int*>(args.arena + arena.places) + row * args.top_k;
+  float y[kLanePoints] = {};
+#pragma unroll 1
+  for (int slice = 0; slice < args.slices; ++slice) {
+    const __half* svh = static_cast<const __half*>(args.slice[slice].svh2) + block;
+    float v[kLanePoints] = {};
+#pragma unroll 1
+    for (int slot = 0; slot < args.top_k; ++slot) {
+      const int route = row * args.top_k + slot, place = places[slot];
+      if (place < 0) continue;
+      const float weight = args.weight_on_input ? scale : args.weights[route] * scale;
+      const int64_t sums = ((static_cast<int64_t>(place) * args.slices + slice) * columns + column) * kBlockColumns;
+#pragma unroll
+      for (int eight = 0; eight < kLanePoints / 8; ++eight) {
+        float read[8] = {};
+        if (here) load_sums(args.arena + arena.outputs, sums + lane_point(lane, eight), arena.sum_bytes, read);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) v[eight * 8 + i] = args.shared_h ? fmaf(read[i], weight, v[eight * 8 + i]) : read[i];
+      }
+      if (args.shared_h) continue;  // one transform for all
+      hadamard_octet(v, lane);
+      if (here) multiply_octet(v, svh + static_cast<int64_t>(expert_of(args, route)) * args.k, lane, weight);
+#pragma unroll
+      for (int i = 0; i < kLanePoints; ++i) y[i] += v[i];
+    }
+    if (!args.shared_h) continue;
+    hadamard_octet(v, lane);
+    if (here) multiply_octet(v, svh, lane, 1.0f);
+#pragma unroll
+    for (int i = 0; i < kLanePoints; ++i) y[i] += v[i];
+  }
+  if (!here) return;
+#pragma unroll
+  for (int eight = 0; eight < kLanePoints / 8; ++eight)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float four[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) four[i] = y[eight * 8 + 2 * i + half];
+      store_outputs(args, row, block + first_of_eight(lane_point(lane, eight)) + 8 * half, four);
+    }
 }
 
 }  // namespace exl3

@@ -7,28 +7,28 @@
 namespace exl3 {
 
 template <Codebook kBook, class S>
-cudaError_t launch_moe_shape(const MoeArgs& args, const MoeStage& stage, bool dependent, cudaStream_t stream) {
-  const int shared = S::shared_bytes(args.max_rate2);
+cudaError_t launch_moe_shape(const MoeCall& call, const MoeStage& stage, bool dependent, cudaStream_t stream) {
+  const int shared = S::shared_bytes(call.args.max_rate2);
   auto multiply = moe_product_kernel<kBook, S>;
   const cudaError_t status = cudaFuncSetAttribute(multiply, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (status != cudaSuccess) return status;
-  const Launch launch(dim3(args.grid), S::kThreads, shared, dependent, stream);
+  const Launch launch(dim3(call.args.grid), S::kThreads, shared, dependent, stream);
   MoeStage sized = stage;
-  sized.stage_bytes = S::stage_bytes(args.max_rate2);
-  return cudaLaunchKernelEx(&launch.config, multiply, args, sized);
+  sized.stage_bytes = S::stage_bytes(call.args.max_rate2);
+  return cudaLaunchKernelEx(&launch.config, multiply, call, sized);
 }
 
 template <class S>
-cudaError_t launch_moe_book(const MoeArgs& args, const MoeStage& stage, bool dependent, cudaStream_t stream) {
-  switch (static_cast<Codebook>(args.codebook)) {
-    case Codebook::k3inst: return launch_moe_shape<Codebook::k3inst, S>(args, stage, dependent, stream);
-    case Codebook::kMcg: return launch_moe_shape<Codebook::kMcg, S>(args, stage, dependent, stream);
-    case Codebook::kMul1: return launch_moe_shape<Codebook::kMul1, S>(args, stage, dependent, stream);
+cudaError_t launch_moe_book(const MoeCall& call, const MoeStage& stage, bool dependent, cudaStream_t stream) {
+  switch (static_cast<Codebook>(call.args.codebook)) {
+    case Codebook::k3inst: return launch_moe_shape<Codebook::k3inst, S>(call, stage, dependent, stream);
+    case Codebook::kMcg: return launch_moe_shape<Codebook::kMcg, S>(call, stage, dependent, stream);
+    case Codebook::kMul1: return launch_moe_shape<Codebook::kMul1, S>(call, stage, dependent, stream);
   }
   return cudaErrorInvalidValue;
 }
 
-cudaError_t launch_moe_decode(const MoeArgs& args, const MoeStage& stage, bool dependent, cudaStream_t stream);
-cudaError_t launch_moe_prefill(const MoeArgs& args, const MoeStage& stage, bool dependent, cudaStream_t stream);
+cudaError_t launch_moe_decode(const MoeCall& call, const MoeStage& stage, bool dependent, cudaStream_t stream);
+cudaError_t launch_moe_prefill(const MoeCall& call, const MoeStage& stage, bool dependent, cudaStream_t stream);
 
 }  // namespace exl3

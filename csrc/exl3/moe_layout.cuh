@@ -35,11 +35,11 @@ struct MoeArena {
   int routes, windows, window, passes;  // windows: of routes; passes: of columns
   int twice, sum_bytes;                 // fp16 entries an input takes; bytes of a sum
 
-  __host__ __device__ static int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+  static int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
   // Whether the inputs belong to rows, not to routes.
-  __host__ __device__ static bool by_row(const MoeArgs& args) { return args.shared_h && !args.weight_on_input; }
+  static bool by_row(const MoeArgs& args) { return args.shared_h && !args.weight_on_input; }
 
-  __host__ __device__ explicit MoeArena(const MoeArgs& args) {
+  explicit MoeArena(const MoeArgs& args) {
     routes = args.m * args.top_k;
     window = args.window < routes ? args.window : routes;
     windows = window ? (routes + args.window - 1) / args.window : 0;
@@ -64,11 +64,25 @@ struct MoeArena {
 
 // Sums of the prefill plan are stored in fp16, divided by a power of two near the growth of a sum of `depth` products
 // with weights of this codebook's spread: then they are as far from fp16's limits as the inputs, which are fp16 too.
-__host__ __device__ inline float sum_scale(const MoeArgs& args, int depth) {
+inline float sum_scale(const MoeArgs& args, int depth) {
   float scale = 1.0f;
   if (!args.decode)
     for (int size = 1; size < depth; size *= 4) scale *= 0.5f;
   return scale;
 }
+
+// What every kernel of a call is given.
+struct MoeCall {
+  MoeArgs args;
+  MoeArena arena;
+  bool by_row;  // whether the inputs belong to rows, not to routes
+  float into_scale, down_scale;  // of the sums of gate and up, and of down
+  explicit MoeCall(const MoeArgs& args)
+      : args(args),
+        arena(args),
+        by_row(MoeArena::by_row(args)),
+        into_scale(sum_scale(args, args.k)),
+        down_scale(sum_scale(args, args.width)) {}
+};
 
 }  // namespace exl3

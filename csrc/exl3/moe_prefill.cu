@@ -3,12 +3,12 @@
 
 namespace exl3 {
 
-cudaError_t launch_moe_prefill(const MoeArgs& args, const MoeStage& stage, bool dependent, cudaStream_t stream) {
-  switch (args.row_tile) {
-    case 16: return launch_moe_book<MoeShape<16, 4, false, __half>>(args, stage, dependent, stream);
-    case 32: return launch_moe_book<MoeShape<32, 4, false, __half>>(args, stage, dependent, stream);
-    case 64: return launch_moe_book<MoeShape<64, 3, false, __half>>(args, stage, dependent, stream);
-    case 128: return launch_moe_book<MoeShape<128, 2, false, __half>>(args, stage, dependent, stream);
+cudaError_t launch_moe_prefill(const MoeCall& call, const MoeStage& stage, bool dependent, cudaStream_t stream) {
+  switch (call.args.row_tile) {
+    case 16: return launch_moe_book<MoeShape<16, 4>>(call, stage, dependent, stream);
+    case 32: return launch_moe_book<MoeShape<32, 4>>(call, stage, dependent, stream);
+    case 64: return launch_moe_book<MoeShape<64, 3>>(call, stage, dependent, stream);
+    case 128: return launch_moe_book<MoeShape<128, 2>>(call, stage, dependent, stream);
     default: return cudaErrorInvalidValue;
   }
 }

@@ -3,20 +3,9 @@
 
 #include "hadamard.cuh"
 #include "mma.cuh"
+#include "values.cuh"
 
 namespace exl3 {
-
-template <class T>
-__device__ __forceinline__ float to_float(T v) { return static_cast<float>(v); }
-template <>
-__device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
-template <>
-__device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
-
-__device__ __forceinline__ uint32_t pack_half2(float low, float high) {
-  const __half2 pair = __floats2half2_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
 
 constexpr int kRotateWarps = 4;
 

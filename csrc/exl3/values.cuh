@@ -18,6 +18,19 @@ __device__ __forceinline__ uint32_t pack_half2(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
+__device__ __forceinline__ uint32_t pack_bfloat162(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+__device__ __forceinline__ float bits_to_float(uint32_t bits) { return *reinterpret_cast<const float*>(&bits); }
+
+__device__ __forceinline__ float load(const void* x, int64_t at, DataType type) {
+  if (type == DataType::kHalf) return to_float(static_cast<const __half*>(x)[at]);
+  if (type == DataType::kBfloat16) return to_float(static_cast<const __nv_bfloat16*>(x)[at]);
+  return static_cast<const float*>(x)[at];
+}
+
 __device__ __forceinline__ void store(void* y, int64_t at, DataType type, float value) {
   if (type == DataType::kHalf) static_cast<__half*>(y)[at] = __float2half_rn(value);
   else if (type == DataType::kBfloat16) static_cast<__nv_bfloat16*>(y)[at] = __float2bfloat16_rn(value);

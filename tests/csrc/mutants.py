@@ -1,8 +1,10 @@
-"""Faults to plant in csrc/exl3, and the test of test_kernels.py that must notice each. A row edits one file once."""
+"""Faults to plant in csrc/exl3, and the test that must notice each. A row edits one file once."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from tests.csrc.mutants_moe import MOE_MUTANTS
 
 DEPENDENT = "test_dependent_launches_wait_for_what_they_read"
 ROTATED = "test_reconstruct_is_exact"
@@ -26,6 +28,7 @@ class Mutant:
     old: str
     new: str
     test: str = "test_a_row_is_right_and_the_same_in_every_batch"
+    suite: str = "test_kernels.py"
 
 
 MUTANTS: dict[str, Mutant] = {
@@ -232,6 +235,11 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "suh-of-the-first-shard": Mutant(file="bindings.cpp", old="suh_halves + k * i", new="suh_halves", test=MERGED),
     "blocks-counted-by-width": Mutant(file="bindings.cpp", old="columns += n;", new="columns += width;", test=MERGED),
+}
+
+MUTANTS |= {
+    name: Mutant(file=file, old=old, new=new, test=test, suite="test_moe.py")
+    for name, (file, old, new, test) in MOE_MUTANTS.items()
 }
 
 

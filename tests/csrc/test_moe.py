@@ -98,6 +98,12 @@ def test_any_number_of_thread_blocks(plan, grid):
 
 
 @pytest.mark.parametrize("plan", PLANS)
+def test_more_items_than_a_thread_block_lists(plan):
+    of = query([(3, 3, 3), (2, 2, 2)] * 5, k=1280)
+    check(of, random_call(of, 9), plan, grid=1)
+
+
+@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(
     "changes", [{}, {"shared_h": True}, {"weight_on_input": True}, {"shared_h": True, "weight_on_input": True}]
 )

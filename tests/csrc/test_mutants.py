@@ -17,7 +17,12 @@ ROOT = Path(__file__).resolve().parents[2]
 NOTICED = re.compile(
     r"^E +(AssertionError|assert |RuntimeError: check_launch, |tests[.]csrc[.]emulation[.]KernelError)", re.MULTILINE
 )
-QUICK = ("rows-stored-before-decoded", "stage-read-before-all-copied", "suh-of-the-first-shard")
+QUICK = (
+    "few-inputs-of-the-first-half",
+    "rows-stored-before-decoded",
+    "stage-read-before-all-copied",
+    "suh-of-the-first-shard",
+)
 
 
 def test_the_table_fits_the_sources():
@@ -31,7 +36,7 @@ def test_the_table_fits_the_sources():
 )
 def test_fault_is_noticed(name):
     build_mutant(name, "warp", "exl3_warp")  # it must compile
-    test = f"tests/csrc/test_kernels.py::{MUTANTS[name].test}"
+    test = f"tests/csrc/{MUTANTS[name].suite}::{MUTANTS[name].test}"
     command = [sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider", test]
     environment = os.environ | {"EXL3_MUTANT": name}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

@@ -83,8 +83,12 @@ def main() -> None:
         largest = max(sum(entry["k"]) for entry in stored.values())
         result: dict[str, Any] = {"slabs": largest * 3 * 512 * 512 // 8}
         # Freed memory goes back at once, so that what is resident is what is held.
-        env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536",
-                            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        env = os.environ | {
+            "MALLOC_MMAP_THRESHOLD_": "65536",
+            "MALLOC_TRIM_THRESHOLD_": "65536",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+        }
         for kind in ("kept", "decoded"):
             command = [sys.executable, __file__, str(folder), kind]
             done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)

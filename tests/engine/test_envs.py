@@ -50,10 +50,13 @@ def test_cache_key_holds_what_changes_the_graph_and_nothing_else():
     assert {name for name in NAMES if name in factors} == {"VLLM_EXL3_BACKEND", "VLLM_EXL3_FUSED"}
 
 
-@pytest.mark.parametrize(("name", "why"), [
-    ("native", "no EXL3 kernel for linear .*native: runs on CUDA, not on cpu"),
-    ("b12x", "VLLM_EXL3_BACKEND=b12x: it runs routed experts only, and this checkpoint has none"),
-])
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("native", "no EXL3 kernel for linear .*native: runs on CUDA, not on cpu"),
+        ("b12x", "VLLM_EXL3_BACKEND=b12x: it runs routed experts only, and this checkpoint has none"),
+    ],
+)
 def test_forced_provider_that_cannot_run_is_an_error(engine, tmp_path, monkeypatch, name, why):
     from validate.__main__ import main as validate
 

@@ -164,10 +164,16 @@ def test_path_of_every_layer_is_logged(engine, make, recorded, caplog_vllm, monk
         assert sum(line.startswith(start) for line in caplog_vllm.messages) == 1
 
 
-@pytest.mark.parametrize(("variables", "message"), [
-    ({"PREFILL_CAPACITY": "8192"}, "VLLM_EXL3_PREFILL_CAPACITY=8192: want at most max_num_batched_tokens=256"),
-    ({"TRELLIS_MIN_M": "200"}, "VLLM_EXL3_TRELLIS_MIN_M=200: want .*VLLM_EXL3_PREFILL_CHUNK=128: want at least 199"),
-])
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"PREFILL_CAPACITY": "8192"}, "VLLM_EXL3_PREFILL_CAPACITY=8192: want at most max_num_batched_tokens=256"),
+        (
+            {"TRELLIS_MIN_M": "200"},
+            "VLLM_EXL3_TRELLIS_MIN_M=200: want .*VLLM_EXL3_PREFILL_CHUNK=128: want at least 199",
+        ),
+    ],
+)
 def test_what_cannot_be_planned_is_refused_before_anything_is_built(make, monkeypatch, variables, message):
     from vllm.engine.arg_utils import EngineArgs
 

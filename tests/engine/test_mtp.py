@@ -151,8 +151,14 @@ def test_acceptance_shows_in_metrics(make, tmp_path):
     folder = make(f"{GLM} --agreeing")
     speculation = '{"method": "mtp", "num_speculative_tokens": 3}'
     with serve(folder, tmp_path, "--dtype", "float32", "--speculative-config", speculation) as server:
-        body = {"prompt": PROMPTS[0], "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "logprobs": 0,
-                "return_token_ids": True}
+        body = {
+            "prompt": PROMPTS[0],
+            "max_tokens": TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
         answer = server.post("/v1/completions", body)
         metrics = server.get("/metrics")
     assert answer["choices"][0]["token_ids"] == Oracle(folder).greedy(PROMPTS[0], TOKENS)

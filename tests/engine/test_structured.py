@@ -64,7 +64,9 @@ REQUESTS: dict[str, tuple[dict[str, Any], list, dict | None]] = {
     "schema": ({"response_format": schema({"type": "string"})}, [], {"city": "Rome", "days": 3}),
     # The draft says Rome.
     "schema against the script": (
-        {"response_format": schema({"type": "string", "enum": ["Oslo"]})}, [], {"city": "Oslo", "days": 3}
+        {"response_format": schema({"type": "string", "enum": ["Oslo"]})},
+        [],
+        {"city": "Oslo", "days": 3},
     ),
 }
 
@@ -85,8 +87,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answers(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, dict[str, Any]]]:
     """drafts -> what a server with so many says to every request, and how many drafted tokens it accepted."""
     log = tmp_path_factory.mktemp("structured")
-    flags = ["--dtype", "float32", "--enable-auto-tool-choice", "--tool-call-parser", "glm47", "--max-model-len", "512",
-             "--reasoning-parser", "glm45"]
+    flags = [
+        "--dtype",
+        "float32",
+        "--enable-auto-tool-choice",
+        "--tool-call-parser",
+        "glm47",
+        "--max-model-len",
+        "512",
+        "--reasoning-parser",
+        "glm45",
+    ]
     said = {}
     for drafts in (0, 3):
         speculation = json.dumps({"method": "mtp", "num_speculative_tokens": drafts})
@@ -144,7 +155,8 @@ def collect(server: Server, body: dict[str, Any]) -> dict[str, Any]:
                     name, arguments = calls.get(call["index"], ("", ""))
                     function = call["function"]
                     calls[call["index"]] = (
-                        name + (function.get("name") or ""), arguments + (function.get("arguments") or "")
+                        name + (function.get("name") or ""),
+                        arguments + (function.get("arguments") or ""),
                     )
     return {key: text or None for key, text in texts.items()} | {"calls": list(calls.values()), "end": end}
 

@@ -26,8 +26,16 @@ def mask(*suffixes: str) -> int:
     return sum(1 << SUFFIXES.index(suffix) for suffix in suffixes)
 
 
-def make_spec(rates: dict[str, list[float]], *, hidden: int = 256, width: int = 128, ranks: int | None = 2,
-              shared: bool = False, codebook: str = "mcg", signs: tuple[str, str] = ("suh", "svh")) -> ExpertsSpec:
+def make_spec(
+    rates: dict[str, list[float]],
+    *,
+    hidden: int = 256,
+    width: int = 128,
+    ranks: int | None = 2,
+    shared: bool = False,
+    codebook: str = "mcg",
+    signs: tuple[str, str] = ("suh", "svh"),
+) -> ExpertsSpec:
     """Experts whose projections have these rates; `width` is one slice's."""
     projections = {}
     for shard, row in rates.items():
@@ -107,10 +115,20 @@ def query_of(spec: ExpertsSpec, parts: tuple[RankSlice, ...], **changes: object)
     }
     width = parts[0].span[1] - parts[0].span[0]
     fields = {
-        "k": spec.hidden, "hidden": spec.hidden, "slices": len(parts), "width": width,
-        "intermediate": width * len(parts), "w1": banks["w1"], "w3": banks.get("w3"), "w2": banks["w2"],
-        "shared_h": spec.shared_h, "top_k": 2, "activation": Activation(name="silu"), "weight_on_input": False,
-        "io_dtype": "float32", "max_rows": 64,
+        "k": spec.hidden,
+        "hidden": spec.hidden,
+        "slices": len(parts),
+        "width": width,
+        "intermediate": width * len(parts),
+        "w1": banks["w1"],
+        "w3": banks.get("w3"),
+        "w2": banks["w2"],
+        "shared_h": spec.shared_h,
+        "top_k": 2,
+        "activation": Activation(name="silu"),
+        "weight_on_input": False,
+        "io_dtype": "float32",
+        "max_rows": 64,
     }
     return MoeQuery(**(fields | changes))
 

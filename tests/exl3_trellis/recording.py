@@ -74,8 +74,16 @@ class Recording:
             return self.decoded
         return torch_moe.prepare(query, weights, decode_once=not self.views)
 
-    def run(self, plan: RecordedPlan, prepared: Mapping[str, torch.Tensor], arena: torch.Tensor, x: torch.Tensor,
-            topk_weights: torch.Tensor, topk_ids: torch.Tensor, y: torch.Tensor) -> None:
+    def run(
+        self,
+        plan: RecordedPlan,
+        prepared: Mapping[str, torch.Tensor],
+        arena: torch.Tensor,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        y: torch.Tensor,
+    ) -> None:
         assert arena.dtype == torch.uint8
         assert arena.numel() >= plan.workspace_bytes
         assert arena.data_ptr() % 256 == 0

@@ -50,7 +50,9 @@ def test_ordinary(folders):
     spec = read(folders["ordinary"]).experts[LAYER]
     assert (spec.count, spec.hidden, spec.width, spec.ranks, spec.shared_h) == (4, 256, 256, None, False)
     assert {shard: p.name for shard, p in spec.projections.items()} == {
-        "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"
+        "w1": "gate_proj",
+        "w3": "up_proj",
+        "w2": "down_proj",
     }
     assert {p.rate(e) for p in spec.projections.values() for e in range(4)} <= {2.5, 3, 4}
     assert all(p.codebook(e) == "mul1" and p.has(e, "suh") for p in spec.projections.values() for e in range(4))
@@ -116,10 +118,12 @@ BROKEN = {
     ("ordinary", "an expert missing"): (_drop_all(f"{LAYER}.2.gate_proj"), [f"{LAYER}.2.gate_proj.trellis: missing"]),
     ("ordinary", "no down"): (_drop_all("experts.", "down_proj"), [f"{LAYER}: no down_proj"]),
     ("ordinary", "another size"): (
-        lambda headers: headers.update({
-            f"{UP}.trellis": headers[f"{UP}.trellis"]._replace(shape=(16, 8, 48)),
-            f"{UP}.svh": headers[f"{UP}.svh"]._replace(shape=(128,)),
-        }),
+        lambda headers: headers.update(
+            {
+                f"{UP}.trellis": headers[f"{UP}.trellis"]._replace(shape=(16, 8, 48)),
+                f"{UP}.svh": headers[f"{UP}.svh"]._replace(shape=(128,)),
+            }
+        ),
         [f"{LAYER}: experts of different sizes: 256 x 128 or 256 x 256, want one hidden x intermediate size"],
     ),
     ("ordinary", "ranks without a container"): (

@@ -74,13 +74,22 @@ def test_rows_that_are_not_contiguous_and_weights_of_another_type():
     assert torch.allclose(layer(wide, given, ids.t().contiguous().t()), alone(x, given.float(), ids), atol=1e-6)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"x": torch.zeros(3, 256)}, r"activations are \[3, 256\] torch.float32, want \[m, 128\] float32"),
-    ({"x": torch.zeros(3, 128).half()}, r"activations are \[3, 128\] torch.float16, want \[m, 128\] float32"),
-    ({"weights": torch.zeros(3, 1)}, r"routing is \[3, 1\] and \[3, 2\] torch.int32, want \[3, 2\], ids of int32 or"),
-    ({"ids": torch.zeros(2, 2).int()}, r"routing is \[3, 2\] and \[2, 2\] torch.int32, want \[3, 2\]"),
-    ({"ids": torch.zeros(3, 2).short()}, r"routing is \[3, 2\] and \[3, 2\] torch.int16, want .* of int32 or int64"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(3, 256)}, r"activations are \[3, 256\] torch.float32, want \[m, 128\] float32"),
+        ({"x": torch.zeros(3, 128).half()}, r"activations are \[3, 128\] torch.float16, want \[m, 128\] float32"),
+        (
+            {"weights": torch.zeros(3, 1)},
+            r"routing is \[3, 1\] and \[3, 2\] torch.int32, want \[3, 2\], ids of int32 or",
+        ),
+        ({"ids": torch.zeros(2, 2).int()}, r"routing is \[3, 2\] and \[2, 2\] torch.int32, want \[3, 2\]"),
+        (
+            {"ids": torch.zeros(3, 2).short()},
+            r"routing is \[3, 2\] and \[3, 2\] torch.int16, want .* of int32 or int64",
+        ),
+    ],
+)
 def test_what_comes_is_validated_once(change, message):
     plans, parity = both()
     layer = planned(owner_of(), (plans, parity))
@@ -91,10 +100,14 @@ def test_what_comes_is_validated_once(change, message):
     assert not plans.calls
 
 
-@pytest.mark.parametrize(("limits", "rows", "remedy"), [
-    (LIMITS, 1, "VLLM_EXL3_TRELLIS_MIN_M to at most 1"),
-    (dataclasses.replace(LIMITS, prefill=False), 7, "VLLM_EXL3_PREFILL_TRELLIS to 1, or .*MAX_M to at least 7"),
-], ids=["below the window", "above it"])
+@pytest.mark.parametrize(
+    ("limits", "rows", "remedy"),
+    [
+        (LIMITS, 1, "VLLM_EXL3_TRELLIS_MIN_M to at most 1"),
+        (dataclasses.replace(LIMITS, prefill=False), 7, "VLLM_EXL3_PREFILL_TRELLIS to 1, or .*MAX_M to at least 7"),
+    ],
+    ids=["below the window", "above it"],
+)
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_parity_path_inside_a_capture(monkeypatch, role, limits, rows, remedy):
     plans, parity = both()

@@ -80,7 +80,13 @@ def test_every_number_of_rows_is_cut_to_fit(limits: Limits, most: int) -> None:
 WINDOWS = {
     "default": (DEFAULT, ROWS, True, (32, 8), (ROWS, 64), None),
     "blocks and capacity": (
-        Limits(decode_rows=16, decode_block=16, prefill_block=32, capacity=512), ROWS, True, (16, 16), (512, 32), None),
+        Limits(decode_rows=16, decode_block=16, prefill_block=32, capacity=512),
+        ROWS,
+        True,
+        (16, 16),
+        (512, 32),
+        None,
+    ),
     "one chunk is staged beside a prefill plan": (Limits(min_rows=2), ROWS, True, (32, 8), (ROWS, 64), (128, 128)),
     "kill switch": (SWITCHED_OFF, ROWS, True, (32, 8), None, (ROWS, 128)),
     "steps no longer than the decode plan": (DEFAULT, 24, True, (24, 8), None, None),
@@ -101,9 +107,15 @@ REFUSED = {
     "capacity above a step": (Limits(capacity=4096), ROWS, "CAPACITY=4096: want at most max_num_batched_tokens=3072"),
     "capacity above a step of a decode plan": (Limits(capacity=17), 16, "CAPACITY=17: want at most max_num.*=16"),
     "capacity within the decode plan": (
-        Limits(capacity=32), ROWS, "CAPACITY=32: want more than VLLM_EXL3_TRELLIS_MAX_M=32, or .*TRELLIS=0"),
+        Limits(capacity=32),
+        ROWS,
+        "CAPACITY=32: want more than VLLM_EXL3_TRELLIS_MAX_M=32, or .*TRELLIS=0",
+    ),
     "chunk below the window": (
-        Limits(min_rows=200, decode_rows=256), ROWS, "CHUNK=128: want at least 199, the rows below .*MIN_M=200"),
+        Limits(min_rows=200, decode_rows=256),
+        ROWS,
+        "CHUNK=128: want at least 199, the rows below .*MIN_M=200",
+    ),
     "fewest above most": (Limits(min_rows=33), ROWS, "MIN_M=33: want at most VLLM_EXL3_TRELLIS_MAX_M=32"),
 }
 
@@ -126,10 +138,13 @@ def test_what_the_kill_switch_leaves_out_is_not_asked() -> None:
     assert windows(limits, ROWS, planned=True).parity == Window(name="parity", rows=ROWS, block=8)
 
 
-@pytest.mark.parametrize(("limits", "rows", "remedy"), [
-    (Limits(min_rows=4), 3, "VLLM_EXL3_TRELLIS_MIN_M to at most 3"),
-    (SWITCHED_OFF, 40, "VLLM_EXL3_PREFILL_TRELLIS to 1, or VLLM_EXL3_TRELLIS_MAX_M to at least 40"),
-])
+@pytest.mark.parametrize(
+    ("limits", "rows", "remedy"),
+    [
+        (Limits(min_rows=4), 3, "VLLM_EXL3_TRELLIS_MIN_M to at most 3"),
+        (SWITCHED_OFF, 40, "VLLM_EXL3_PREFILL_TRELLIS to 1, or VLLM_EXL3_TRELLIS_MAX_M to at least 40"),
+    ],
+)
 def test_remedy(limits: Limits, rows: int, remedy: str) -> None:
     assert windows(limits, ROWS, planned=True).remedy(rows) == remedy
 
@@ -226,14 +241,18 @@ def test_choice(case: tuple) -> None:
             choice.of("parity")
 
 
-@pytest.mark.parametrize(("device", "refusing", "forced", "message"), [
-    (HOPPER, "native b12x", None, "native: cannot; b12x: cannot; VLLM_EXL3_FUSED=0 runs it, slowly"),
-    (HOPPER, "native b12x exllamav3 torch", None, "native: cannot; b12x: cannot; exllamav3: cannot; torch: cannot"),
-    (HOPPER, "b12x", "b12x", "b12x: cannot"),
-    (CPU, "native", "native", "native: cannot"),
-    (HOPPER, "torch", "torch", "torch: cannot"),
-    (HOPPER, "", "another", "no provider is called 'another'"),
-], ids=["no plan", "nobody", "forced", "forced on a CPU", "forced parity", "unknown"])
+@pytest.mark.parametrize(
+    ("device", "refusing", "forced", "message"),
+    [
+        (HOPPER, "native b12x", None, "native: cannot; b12x: cannot; VLLM_EXL3_FUSED=0 runs it, slowly"),
+        (HOPPER, "native b12x exllamav3 torch", None, "native: cannot; b12x: cannot; exllamav3: cannot; torch: cannot"),
+        (HOPPER, "b12x", "b12x", "b12x: cannot"),
+        (CPU, "native", "native", "native: cannot"),
+        (HOPPER, "torch", "torch", "torch: cannot"),
+        (HOPPER, "", "another", "no provider is called 'another'"),
+    ],
+    ids=["no plan", "nobody", "forced", "forced on a CPU", "forced parity", "unknown"],
+)
 def test_a_layer_without_its_plan_stops_the_start(device, refusing, forced, message) -> None:
     names = ("native", "b12x", "exllamav3", "torch")
     candidates = [provider(name, "cannot" if name in refusing.split() else "") for name in names]

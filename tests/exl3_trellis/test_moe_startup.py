@@ -45,8 +45,11 @@ def arena_of(layer: Planned) -> torch.Tensor:
     return layer.experts.startup.arena(layer.experts.owner)
 
 
-@pytest.mark.parametrize("other", [{"role": "draft"}, {"capacity": 2 * MOST}, {"model": Model()}],
-                         ids=["target and draft", "capacities", "models"])
+@pytest.mark.parametrize(
+    "other",
+    [{"role": "draft"}, {"capacity": 2 * MOST}, {"model": Model()}],
+    ids=["target and draft", "capacities", "models"],
+)
 def test_owners_share_no_arena(other):
     model = Model()
     first, second = (planned(owner, both()) for owner in (owner_of(model), owner_of(**({"model": model} | other))))

@@ -167,7 +167,10 @@ WHOLE = "cut between Hadamard blocks of 128: want one of"
 TP = {
     "stored for 4, run on 3": ({"ranks": 4}, 512, 3, "4 stored ranks of 128 channels: want one of 1, 2, 4"),
     "stored for 2, run on 8": (
-        {"ranks": 2, "width": 256}, 512, 8, "2 stored ranks of 256 channels: want one of 1, 2, 4"
+        {"ranks": 2, "width": 256},
+        512,
+        8,
+        "2 stored ranks of 256 channels: want one of 1, 2, 4",
     ),
     "ordinary": ({"ranks": None, "width": 384}, 384, 2, f"intermediate size 384, {WHOLE} 1, 3"),
     "ordinary, padded": ({"ranks": None, "width": 256}, 192, 2, f"intermediate size 192, {WHOLE} 1"),

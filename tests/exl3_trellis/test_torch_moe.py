@@ -111,11 +111,15 @@ def test_true_sizes_smaller_than_the_padded_ones():
         close(run(spec, tensors, x, weights, ids, decode_once, intermediate=192, hidden=200), want)
 
 
-@pytest.mark.parametrize("ids", [
-    [[-1, -1], [-1, -1], [-1, -1]],
-    [[0, -1], [-1, 3], [2, 1]],
-    [[1, 0], [1, 2], [1, 3]],
-], ids=["nobody", "some inactive", "one expert gets every row"])
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [[-1, -1], [-1, -1], [-1, -1]],
+        [[0, -1], [-1, 3], [2, 1]],
+        [[1, 0], [1, 2], [1, 3]],
+    ],
+    ids=["nobody", "some inactive", "one expert gets every row"],
+)
 def test_any_routing(ids):
     spec = make_spec(RATES)
     tensors = stored_tensors(spec)

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.quantization.exl3_trellis.backends import native
 from vllm.model_executor.layers.quantization.exl3_trellis.codebook import CODEBOOKS
 from vllm.model_executor.layers.quantization.exl3_trellis.expert_check import random_experts
 from vllm.model_executor.layers.quantization.exl3_trellis.expert_intake import ExpertSlice
-from vllm.model_executor.layers.quantization.exl3_trellis.plan import Device, MoeQuery, Window
+from vllm.model_executor.layers.quantization.exl3_trellis.plan import Device, MoeQuery, NoBackendError, Window
 
 CUDA = torch.device("cuda", 0)
 GLM = {"k": 6144, "width": 512, "top_k": 8}
@@ -146,7 +146,7 @@ def test_the_start_up_check(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     native_moe.check(LAYERS[name], CUDA)
     honest = native_moe.ops_moe.moe
     monkeypatch.setattr(native_moe.ops_moe, "moe", lambda y, x, *rest: honest(y, (x * 1.02).to(x.dtype), *rest))
-    with pytest.raises(native_moe.NoBackendError, match="native: decode in blocks of 8 rows.* disagrees with the ref"):
+    with pytest.raises(NoBackendError, match="native: decode in blocks of 8 rows.* disagrees with the ref"):
         native_moe.check(LAYERS[name], CUDA)
 
 

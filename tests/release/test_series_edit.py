@@ -165,9 +165,7 @@ COMMITS = {
 
 
 @pytest.mark.parametrize("case", COMMITS)
-def test_commits_that_are_no_patches(
-    checkout: Path, branch: Path, tmp_path: Path, refused: Refusal, case: str
-) -> None:
+def test_commits_that_are_no_patches(checkout: Path, branch: Path, tmp_path: Path, refused: Refusal, case: str) -> None:
     message, file, told = COMMITS[case]
     work = clone(branch, tmp_path / "work")
     path = work / file

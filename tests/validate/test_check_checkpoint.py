@@ -103,11 +103,13 @@ def test_faults_of_metadata_do_not_hide_those_of_tensors(capsys, tmp_path):
     edit(folder, "config.json", lambda c: c["hybrid_tr3_tail"].update(codebook="mul1", k_values=[2.5]))
     code, report = audit(capsys, folder)
     assert code == 1
-    assert sorted(report["faults"]) == sorted([
-        "config.json: hybrid_tr3_tail.codebook: 'mul1', want 'mcg'",
-        "config.json: hybrid_tr3_tail.k_values: [2.5], want a list of different whole numbers 1..8",
-        *TENSOR_FAULTS[:3],
-    ])
+    assert sorted(report["faults"]) == sorted(
+        [
+            "config.json: hybrid_tr3_tail.codebook: 'mul1', want 'mcg'",
+            "config.json: hybrid_tr3_tail.k_values: [2.5], want a list of different whole numbers 1..8",
+            *TENSOR_FAULTS[:3],
+        ]
+    )
 
 
 def _cut_short(folder: Path) -> None:
@@ -116,8 +118,13 @@ def _cut_short(folder: Path) -> None:
 
 
 def _wrong_index(folder: Path) -> None:
-    edit(folder, "model.safetensors.index.json", lambda index: index["weight_map"].update(
-        {"lm_head.weight": "model-00001-of-00003.safetensors", "nowhere.weight": "model-00001-of-00003.safetensors"}))
+    edit(
+        folder,
+        "model.safetensors.index.json",
+        lambda index: index["weight_map"].update(
+            {"lm_head.weight": "model-00001-of-00003.safetensors", "nowhere.weight": "model-00001-of-00003.safetensors"}
+        ),
+    )
 
 
 FILES = {
@@ -205,12 +212,16 @@ def test_a_hundred_thousand_tensors_take_seconds(capsys, tmp_path):
     (folder / "tier_bitmap.json").unlink()
     for layer in range(1, 1 + layers):
         _write_holes(folder / f"model-{layer}.safetensors", layer, experts)
-    edit(folder, "config.json", lambda c: (
-        c["hybrid_tr3_tail"].update(bits=3, experts_per_layer=experts, moe_layers=[1, layers], tp=4),
-        c["hybrid_tr3_tail"].pop("k_values"),
-        c["hybrid_tr3_tail"].pop("bits_per_expert"),
-        c.update(n_routed_experts=experts, num_hidden_layers=1 + layers, moe_intermediate_size=512),
-    ))
+    edit(
+        folder,
+        "config.json",
+        lambda c: (
+            c["hybrid_tr3_tail"].update(bits=3, experts_per_layer=experts, moe_layers=[1, layers], tp=4),
+            c["hybrid_tr3_tail"].pop("k_values"),
+            c["hybrid_tr3_tail"].pop("bits_per_expert"),
+            c.update(n_routed_experts=experts, num_hidden_layers=1 + layers, moe_intermediate_size=512),
+        ),
+    )
     began = time.perf_counter()
     code, report = audit(capsys, folder)
     took = time.perf_counter() - began

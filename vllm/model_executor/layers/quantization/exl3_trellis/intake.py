@@ -57,9 +57,7 @@ def _suffixes(source: Source) -> tuple[str, ...]:
     return source.spec.suffixes if source.spec else (PLAIN,)
 
 
-def create_params(
-    layer: Module, sources: Iterable[Source], pieces: Iterable[Piece], plain_dtype: torch.dtype
-) -> None:
+def create_params(layer: Module, sources: Iterable[Source], pieces: Iterable[Piece], plain_dtype: torch.dtype) -> None:
     """Register one flat parameter per stored tensor kind, each with the slots and the loader that fill it.
 
     A source that this rank keeps nothing of has empty parameters: its tensors are in the stream all the same.
@@ -85,9 +83,7 @@ def _slot(piece: Piece, suffix: str, offset: int) -> Slot:
     spec = piece.source.spec
     if spec is None:
         cut: tuple[slice, ...] = (slice(*piece.columns), slice(*piece.rows))
-        return Slot(
-            piece=piece, suffix=suffix, stored=(), cut=cut, shape=(piece.width, piece.x_width), offset=offset
-        )
+        return Slot(piece=piece, suffix=suffix, stored=(), cut=cut, shape=(piece.width, piece.x_width), offset=offset)
     stored = spec.shape(suffix)
     cut = window(suffix, piece.rows, piece.columns) if stored else ()
     shape = tuple(len(range(*part.indices(extent))) for part, extent in zip(cut, stored, strict=False))
@@ -160,7 +156,7 @@ def make_up(layer: Module) -> None:
             if slot.suffix in ("trellis", "su", "sv"):
                 view.random_(-(2**15), 2**15)
             elif slot.suffix in ("suh", "svh"):
-                view.fill_(slot.piece.source.stored.k ** -0.25)  # both together keep the scale of the activations
+                view.fill_(slot.piece.source.stored.k**-0.25)  # both together keep the scale of the activations
 
 
 def gather(layer: Module, pieces: Iterable[Piece], suffix: str) -> torch.Tensor:

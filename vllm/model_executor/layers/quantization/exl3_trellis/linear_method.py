@@ -114,9 +114,7 @@ class EXL3LinearMethod(LinearMethodBase):
         layer.exl3_whole = _makes_all(layer.exl3_products, layer.exl3_out_width)
         self.on_prepared()
 
-    def _prepare(
-        self, layer: Module, index: int, pieces: tuple[Piece, ...]
-    ) -> tuple[Product, dict[str, torch.Tensor]]:
+    def _prepare(self, layer: Module, index: int, pieces: tuple[Piece, ...]) -> tuple[Product, dict[str, torch.Tensor]]:
         query = _query(pieces, layer.exl3_dtype, layer.exl3_max_rows)
         weights = backends.LinearWeights(
             trellis=gather(layer, pieces, "trellis"),

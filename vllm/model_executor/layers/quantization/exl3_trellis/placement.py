@@ -159,9 +159,7 @@ def _plain(source: Source, output: int, wanted: Span, inputs: Owned, y_start: in
     )
 
 
-def _extents(
-    component: Sequence[Source], outputs: int, inputs: int
-) -> Iterator[tuple[Source, int, int, int, int]]:
+def _extents(component: Sequence[Source], outputs: int, inputs: int) -> Iterator[tuple[Source, int, int, int, int]]:
     """For each source: (source, first true row, true rows, first true column, true columns).
 
     A slice is a whole number of blocks except for the last, which holds what is left (so exllamav3 cuts them).

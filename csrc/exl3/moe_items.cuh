@@ -1,0 +1,91 @@
+// What a grouped product has to do: one launch, and its items.
+#pragma once
+
+#include "moe_layout.cuh"
+
+namespace exl3 {
+
+// A divisor, and ceil(2^32 / divisor), which is 0 for 1.
+struct Divisor {
+  int divisor;
+  uint32_t inverse;
+  Divisor(int divisor = 1)
+      : divisor(divisor), inverse(divisor == 1 ? 0 : static_cast<uint32_t>(((1ull << 32) + divisor - 1) / divisor)) {}
+};
+
+// One launch: gate and up of a window, or down of a range of columns.
+struct MoeStage {
+  bool down;
+  int first_window, windows;  // whose blocks take part
+  int matrices;               // gate and up, or down
+  int columns, first_column;  // column blocks of a matrix
+  int parts, depth;           // of k; k / 128
+  int64_t x_pitch;            // bytes from a source row to the next
+  int64_t x_matrix;           // bytes from a matrix's input to the next within it
+  const unsigned char* x;
+  unsigned char* sums;
+  int64_t part_rows;          // rows of sums from a part to the next
+  int64_t sum_pitch;          // sums of a row
+  Divisor by_part, by_column, by_matrix, by_slice;
+  float scale;                // of sums
+  uint32_t stage_bytes;       // of shared memory, for the largest rate
+};
+
+// One item of a thread block's list.
+struct alignas(16) MoeItem {
+  const unsigned char* weights;  // the first tile
+  int64_t sums;                  // place of the first sum of its first row
+  uint32_t x;                    // bytes from the start of a source row to its first k
+  int pitch;                     // bytes from a row of tiles to the next
+  int start, source;             // first route of the block in the sorted list; its source row
+  int rows, stages, rate2;       // rows of the block; stages: 0 beyond the last item
+  int sources[kDecodeRows];      // in the decode plan
+};
+
+__device__ __forceinline__ int part_start(const MoeStage& stage, int part) { return stage.depth * part / stage.parts; }
+
+// n / d for n below 2^24 and inverse = ceil(2^32 / d), d > 1.
+__device__ __forceinline__ int divide(int n, Divisor d) {
+  return d.inverse ? static_cast<int>(static_cast<uint64_t>(static_cast<uint32_t>(n)) * d.inverse >> 32) : n;
+}
+__device__ __forceinline__ int take(int& n, Divisor d) {
+  const int quotient = divide(n, d), rest = n - quotient * d.divisor;
+  n = quotient;
+  return rest;
+}
+
+// The item of number `index`: its part of k first, then column block, matrix, slice and block of routes.
+__device__ __forceinline__ void describe_item(const MoeCall& call, const MoeStage& stage, int index, MoeItem& item) {
+  const MoeArgs& args = call.args;
+  const int* first_of_window = reinterpret_cast<const int*>(args.arena + call.arena.header) + 1 + stage.first_window;
+  int at = index;
+  const int part = take(at, stage.by_part), column = take(at, stage.by_column), matrix = take(at, stage.by_matrix);
+  const int slice = take(at, stage.by_slice);
+  item.stages = 0;
+  if (first_of_window[0] + at >= first_of_window[stage.windows]) return;
+  const MoeBlock& block = reinterpret_cast<const MoeBlock*>(args.arena + call.arena.blocks)[first_of_window[0] + at];
+  const int64_t entry = block.weights[stage.down ? kMatrices : matrix];
+  const int first = part_start(stage, part), rate2 = static_cast<int>(entry & 31);
+  const int before = stage.down ? 0 : stage.first_window * args.window;  // routes ahead of the first row of sums
+  item.rate2 = rate2;
+  item.pitch = (stage.down ? args.k : args.width) * rate2;
+  item.weights = args.slice[slice].trellis[stage.down] + (entry >> 5) +
+                 static_cast<int64_t>(first) * (kUnitDepth / kTile) * item.pitch +
+                 static_cast<int64_t>(stage.first_column + column) * kBlockTiles * 16 * rate2;
+  item.x = static_cast<uint32_t>((slice * stage.matrices + matrix) * stage.x_matrix + first * kUnitDepth * 2 * call.arena.twice);
+  item.start = block.start;
+  item.source = block.start - before;
+  item.rows = block.count;
+  item.sums = (part * stage.part_rows + block.start - before) * stage.sum_pitch +
+              ((slice * stage.matrices + matrix) * stage.columns + column) * kBlockColumns;
+  item.stages = part_start(stage, part + 1) - first;
+  if (!args.decode) return;
+  const Route* sorted = reinterpret_cast<const Route*>(args.arena + call.arena.sorted) + block.start;
+#pragma unroll
+  for (int row = 0; row < kDecodeRows; ++row) {
+    const int route = row < block.count ? sorted[row].route : 0;
+    item.sources[row] = stage.down ? item.source + row : call.by_row ? route / args.top_k : route;
+  }
+}
+
+}  // namespace exl3

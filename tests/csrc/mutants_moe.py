@@ -1,0 +1,104 @@
+"""Faults to plant in the kernels of routed experts: (file, what, what instead, test of test_moe.py that notices)."""
+
+from __future__ import annotations
+
+ANY = "test_rates_differ_between_experts_and_projections"
+BLOCKS = "test_a_row_has_the_same_bytes_in_every_block"
+PASSES = "test_passes_of_routes_and_columns"
+LISTS = "test_more_items_than_a_thread_block_lists"
+SLICES = "test_slices_and_shared_rotations"
+ONE = "test_all_rows_on_one_expert_and_rows_on_none"
+ACTIVATIONS = "test_activations"
+
+MOE_MUTANTS = {
+    # The product for few routes.
+    "few-one-copy-group-too-few": (
+        "moe_few.cuh",
+        "cp_async_wait<kFewStages - 2>",
+        "cp_async_wait<kFewStages - 1>",
+        ANY,
+    ),
+    "few-lanes-read-before-others-copied": (
+        "moe_few.cuh",
+        "    __syncwarp();\n    if (loader.left > 0) {",
+        "    if (loader.left > 0) {",
+        ANY,
+    ),
+    "few-inputs-of-the-first-half": ("moe_few.cuh", "second.load(x + kHalfBytes)", "second.load(x)", ANY),
+    "few-inputs-of-the-item-before": (
+        "moe_few.cuh",
+        "x = few_inputs<kBook>(stage, next);\n",
+        "x += 0;\n",
+        ANY,
+    ),
+    "few-list-skipped": ("moe_few.cuh", "first += kFewListed", "first += 2 * kFewListed", LISTS),
+    "few-copies-of-another-rate": ("moe_few.cuh", "if (loader.rate2 == kRate2)", "if (true)", ANY),
+    # The product for many.
+    "moe-list-not-refilled": ("moe_product.cuh", "list.reached(++number)", "++number", LISTS),
+    "moe-stage-read-before-all-copied": (
+        "moe_product.cuh",
+        "    __syncthreads();\n    if (loader.left > 0) {",
+        "    if (loader.left > 0) {",
+        BLOCKS,
+    ),
+    "moe-chunks-not-swapped": ("moe_product.cuh", "(chunk ^ row % 8) * 16", "chunk * 16", BLOCKS),
+    "moe-half-of-the-rows": (
+        "moe_product.cuh",
+        "rows <= kGroups / 2 * kGroupRows",
+        "rows <= kGroups * kGroupRows",
+        BLOCKS,
+    ),
+    "moe-next-inputs-one-chunk-off": (
+        "moe_product.cuh",
+        "swizzled_descriptor(x + 32)",
+        "swizzled_descriptor(x + 16)",
+        BLOCKS,
+    ),
+    "moe-rows-beyond-the-block-stored": (
+        "moe_product.cuh",
+        "if (group * kGroupRows + low + 1 < rows)",
+        "if (group * kGroupRows + low < rows)",
+        BLOCKS,
+    ),
+    # Items, routes and arena.
+    "moe-rows-of-the-first-window": (
+        "moe_items.cuh",
+        "stage.down ? 0 : stage.first_window * args.window",
+        "0",
+        PASSES,
+    ),
+    "moe-part-of-another": ("moe_items.cuh", "first * kUnitDepth * 2", "kUnitDepth * 2", "test_parts_of_the_depth"),
+    "moe-inverse-too-small": (
+        "moe_items.cuh",
+        "((1ull << 32) + divisor - 1) / divisor",
+        "(1ull << 32) / divisor",
+        SLICES,
+    ),
+    "moe-windows-do-not-cut": (
+        "moe_route.cuh",
+        "min(min(from + args.row_tile, end), window_end)",
+        "min(from + args.row_tile, end)",
+        PASSES,
+    ),
+    "moe-id-beyond-the-last": ("moe_route.cuh", "id < args.experts", "id <= args.experts", ONE),
+    "moe-nobody-is-expert-0": ("moe_route.cuh", "static_cast<int>(id) : -1", "static_cast<int>(id) : 0", ONE),
+    "moe-arena-one-block-short": (
+        "moe_layout.cuh",
+        "most_blocks * static_cast",
+        "(most_blocks - 1) * 0 * static_cast",
+        BLOCKS,
+    ),
+    # Transforms, activation and sum.
+    "moe-octet-one-bit-short": ("moe_rotate.cuh", "bit < 4", "bit < 2", BLOCKS),
+    "moe-signs-of-no-expert": ("moe_rotate.cuh", "args.shared_h ? 0 : expert", "0", ANY),
+    "moe-input-not-weighted": (
+        "moe_rotate.cuh",
+        "args.weight_on_input ? args.weights[route] : 1.0f",
+        "1.0f",
+        SLICES,
+    ),
+    "moe-noise-in-the-middle": ("moe_combine.cuh", "of_all < args.intermediate", "of_all <= args.intermediate", SLICES),
+    "moe-part-dropped": ("moe_combine.cuh", "int part = 1; part < args.parts", "int part = 2; part < args.parts", ANY),
+    "moe-gate-not-limited": ("moe_combine.cuh", "gate = fminf(gate, args.limit);", "", ACTIVATIONS),
+    "moe-sums-not-scaled-back": ("moe_combine.cuh", "kHadamardScale / call.down_scale", "kHadamardScale", BLOCKS),
+}
