@@ -40,32 +40,6 @@ __device__ __forceinline__ void bulk_copy(SharedAddress to, const void* from, ui
                : "memory");
 }
 
-// Blocks of a cluster: their number in it, a barrier of all, arrival at another's barrier, and one copy to all of them, to
-// the same place in each, counted by the barrier at the same place in each.
-__device__ __forceinline__ int cluster_rank() {
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return static_cast<int>(rank);
-}
-__device__ __forceinline__ void cluster_barrier() {
-  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void barrier_arrive_at(SharedAddress barrier, int rank) {
-  asm volatile(
-      "{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [there];}" ::"r"(
-          barrier),
-      "r"(rank)
-      : "memory");
-}
-__device__ __forceinline__ void bulk_copy_to_all(SharedAddress to, const void* from, uint32_t bytes,
-                                                 SharedAddress barrier, int blocks) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::
-          "r"(to),
-      "l"(from), "r"(bytes), "r"(barrier), "h"(static_cast<uint16_t>((1 << blocks) - 1))
-      : "memory");
-}
-
 __device__ __forceinline__ void store_shared_float(SharedAddress address, float v) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
 }

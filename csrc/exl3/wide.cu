@@ -11,11 +11,9 @@ int blocks_of(const LinearArgs& args) {
 }
 
 // Whole tiles where they fill the card's blocks well enough, else single units.
-WideWork direct_work(const LinearArgs& args, int rows, int cluster, int blocks) {
-  int columns = 0;
-  for (int i = 0; i < args.shards; ++i) columns += (args.shard[i].blocks + cluster - 1) / cluster;
-  const int depth = args.k / kUnitDepth, row_tiles = (args.m + rows - 1) / rows, tiles = columns * row_tiles;
-  const int workers = blocks / cluster > 0 ? blocks / cluster : 1, waves = (tiles + workers - 1) / workers;
+WideWork direct_work(const LinearArgs& args, int rows, int workers) {
+  const int depth = args.k / kUnitDepth, row_tiles = (args.m + rows - 1) / rows, tiles = blocks_of(args) * row_tiles;
+  const int waves = (tiles + workers - 1) / workers;
   const bool whole = 100 * tiles >= kFullWavePercent * waves * workers;
   const int grain = whole ? depth : 1;
   const int64_t rotation_bytes = static_cast<int64_t>(row_tiles) * rows * args.k * 2;
@@ -45,13 +43,13 @@ cudaError_t launch_wide(const LinearArgs& args, const WideWork& work, bool depen
   status = cudaFuncSetAttribute(multiply, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (status != cudaSuccess) return status;
   const int workers = (work.cut.splits + work.runs - 1) / work.runs;
-  const Launch second(dim3(workers * S::kCluster), S::kThreads, shared, dependent, stream, S::kCluster);
+  const Launch second(dim3(workers), S::kThreads, shared, dependent, stream);
   status = cudaLaunchKernelEx(&second.config, multiply, args, work, S::packed_bytes(rate2));
   if (status != cudaSuccess) return status;
 
   if constexpr (S::kDirect) {
     if (work.grain > 1 || work.cut.splits == 1) return cudaSuccess;
-    const Launch third(dim3((work.cut.splits - 1) * S::kCluster, S::kRows / kGroupRows), kFinishThreads, 0, dependent,
+    const Launch third(dim3(work.cut.splits - 1, S::kRows / kGroupRows), kFinishThreads, 0, dependent,
                        stream);
     return cudaLaunchKernelEx(&third.config, finish_wide_kernel<S>, args, work);
   } else {
@@ -87,7 +85,7 @@ size_t many_rows_scratch_bytes(int m, int k, int shards, int blocks) {
 
 cudaError_t launch_many_rows(const LinearArgs& args, int codebook, bool dependent, cudaStream_t stream) {
   using S = Wide<256>;
-  return launch_book<S>(args, direct_work(args, S::kRows, S::kCluster, args.splits), codebook, dependent, stream);
+  return launch_book<S>(args, direct_work(args, S::kRows, args.splits), codebook, dependent, stream);
 }
 
 }  // namespace exl3

@@ -21,17 +21,11 @@ constexpr int kWideSharedBytes = 232448;  // what a block may have
 constexpr int kExchangeRows = 64;
 constexpr int kFullWavePercent = 88;  // of the last wave of whole tiles; below, tiles are shared
 
-// Blocks that share the rows of x they read, in neighbouring column blocks: each fetches a part for all.
-#ifndef EXL3_CLUSTER
-#define EXL3_CLUSTER 1
-#endif
-
 template <int kRows_>
 struct Wide {
   static constexpr int kRows = kRows_, kGroups = kRows / kGroupRows;
   // Whole tiles are transformed and stored by the block itself. Without: every run writes parts, as linear_kernel does.
   static constexpr bool kDirect = kRows == 256;
-  static constexpr int kCluster = kDirect ? EXL3_CLUSTER : 1;
   static constexpr int kDepth = kStepDepth;  // of a stage
   static constexpr int kStages = kRows == 256 ? 6 : kRows == 128 ? 10 : 12;
   // An instruction of 256 rows needs more registers than 512 threads can be compiled for.
@@ -59,8 +53,7 @@ struct Wide {
 static_assert(Wide<64>::shared_bytes(16) <= kWideSharedBytes && Wide<128>::shared_bytes(16) <= kWideSharedBytes &&
                   Wide<256>::shared_bytes(16) <= kWideSharedBytes, "every rate fits");
 
-// A tile is kRows rows x 128 columns (a column block, or one for each block of a cluster) and `depth` units deep; tiles
-// are ordered column by column. Grains, whole tiles or single units, are dealt to runs, and each worker has `runs` runs.
+// A tile is kRows rows x 128 columns and `depth` units deep; tiles are ordered column by column. Grains, whole tiles or single units, are dealt to runs, and each worker has `runs` runs.
 struct WideWork {
   Cut cut;
   int grain, depth, row_tiles, runs;
@@ -83,19 +76,15 @@ __device__ __forceinline__ void for_segments(const WideWork& work, int worker, F
   }
 }
 
-// Where a tile lies. block: within its shard, this block's of the cluster; beyond the shard's last if there is none left.
-template <int kCluster>
+// Where a tile lies. block: within its shard.
 struct TilePlace {
-  int shard = 0, block, row_tile;
-  __device__ __forceinline__ TilePlace(const LinearArgs& args, const WideWork& work, int tile, int rank) {
-    int column = tile / work.row_tiles;
+  int shard, block, row_tile;
+  __device__ __forceinline__ TilePlace(const LinearArgs& args, const WideWork& work, int tile) {
+    const int column = tile / work.row_tiles;
     row_tile = tile - column * work.row_tiles;
-    for (int columns; column >= (columns = (args.shard[shard].blocks + kCluster - 1) / kCluster); ++shard)
-      column -= columns;
-    block = column * kCluster + rank;
+    shard = shard_of(args, column);
+    block = column - args.shard[shard].first_block;
   }
-  // A block without a column block of its own repeats the last.
-  __device__ __forceinline__ int decoded(const LinearArgs& args) const { return min(block, args.shard[shard].blocks - 1); }
 };
 
 // A ring of stages: the next one and the parity of its phase.
@@ -130,10 +119,10 @@ template <class S>
 struct Cursor {
   const LinearArgs& args;
   const WideWork& work;
-  int rank, run, last, unit = 0, end = 0, left = 0;  // left: stages of this segment, 0 after the last
+  int run, last, unit = 0, end = 0, left = 0;  // left: stages of this segment, 0 after the last
 
-  __device__ __forceinline__ Cursor(const LinearArgs& args, const WideWork& work, int worker, int rank)
-      : args(args), work(work), rank(rank), run(worker * work.runs - 1),
+  __device__ __forceinline__ Cursor(const LinearArgs& args, const WideWork& work, int worker)
+      : args(args), work(work), run(worker * work.runs - 1),
         last(min((worker + 1) * work.runs, work.cut.splits)) {}
   // The next segment, if there is one: f(place, first unit in its tile).
   template <class F>
@@ -143,7 +132,7 @@ struct Cursor {
       unit = work.cut.start(run) * work.grain, end = work.cut.start(run + 1) * work.grain;
     }
     const int tile = unit / work.depth, first = unit - tile * work.depth, beyond = min(end, (tile + 1) * work.depth);
-    f(TilePlace<S::kCluster>(args, work, tile, rank), first);
+    f(TilePlace(args, work, tile), first);
     left = (beyond - unit) * S::kUnitStages;
     unit = beyond;
   }
@@ -164,7 +153,7 @@ struct Fetcher {
     for (int stage = 0; stage < S::kStages; ++stage) fetch();
   }
   __device__ __forceinline__ void seek() {
-    at.next([&](const TilePlace<S::kCluster>& place, int first) {
+    at.next([&](const TilePlace& place, int first) {
       from = at.args.scratch + place.shard * at.work.rotation_bytes +
              (static_cast<int64_t>(place.row_tile) * at.args.k + first * kUnitDepth) * (S::kRows * 2);
     });
@@ -195,19 +184,19 @@ struct PackedAhead {
   int pieces = 0;                       // of a row of tiles
 
   __device__ __forceinline__ PackedAhead(const LinearArgs& args, const WideWork& work, const WideShared<S>& shared,
-                                         int worker, int rank, int warp, int lane)
-      : at(args, work, worker, rank), ring(shared.packed(warp)), slot_bytes(shared.packed_bytes), lane(lane), phase(warp) {
+                                         int worker, int warp, int lane)
+      : at(args, work, worker), ring(shared.packed(warp)), slot_bytes(shared.packed_bytes), lane(lane), phase(warp) {
     seek();
   }
   __device__ __forceinline__ void seek() {
     do {
       at.left = 0;
-      at.next([&](const TilePlace<S::kCluster>& place, int first) {
+      at.next([&](const TilePlace& place, int first) {
         const LinearShard& shard = at.args.shard[place.shard];
         pieces = kBlockTiles * shard.rate2;
         pitch = static_cast<int64_t>(shard.blocks) * pieces * 16;
         from = shard.trellis + (first * (kUnitDepth / kTile) + phase * (S::kDepth / kTile)) * pitch +
-               (static_cast<int64_t>(place.decoded(at.args)) * pieces + lane) * 16;
+               (static_cast<int64_t>(place.block) * pieces + lane) * 16;
       });
       left = at.left > phase ? (at.left - phase + S::kProducerWarps - 1) / S::kProducerWarps : 0;
       phase += left * S::kProducerWarps - at.left;
@@ -238,8 +227,8 @@ struct Producer {
   int phase = warp, slot = 0;
 
   __device__ __forceinline__ Producer(const LinearArgs& args, const WideWork& work, const WideShared<S>& shared,
-                                      int worker, int rank)
-      : shared(shared), ahead(args, work, shared, worker, rank, warp, lane) {
+                                      int worker)
+      : shared(shared), ahead(args, work, shared, worker, warp, lane) {
     for (int stage = 0; stage < S::kPackedStages - 1; ++stage) ahead.fetch();
   }
 
@@ -294,10 +283,10 @@ __device__ __forceinline__ void decode_at(Producer<S>& producer, int rate2, int 
 
 template <Codebook kBook, class S>
 __device__ __forceinline__ void produce(const LinearArgs& args, const WideWork& work, const WideShared<S>& shared,
-                                        int worker, int rank) {
-  Producer<S> producer(args, work, shared, worker, rank);
+                                        int worker) {
+  Producer<S> producer(args, work, shared, worker);
   for_segments(work, worker, [&](int, int tile, int, int units) {
-    const TilePlace<S::kCluster> place(args, work, tile, rank);
+    const TilePlace place(args, work, tile);
     decode_at<kBook>(producer, args.shard[place.shard].rate2, units * S::kUnitStages);
   });
 }
@@ -403,22 +392,18 @@ __device__ __forceinline__ void transform_tile(const LinearArgs& args, const Lin
 // The worker's share of the product: sums of segments, each to y or to its part of the scratch.
 template <class S>
 __device__ __forceinline__ void consume(const LinearArgs& args, const WideWork& work, const WideShared<S>& shared,
-                                        int worker, int rank) {
+                                        int worker) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32_t mine = warp / 4 * (kBlockColumns / 2 * 16);  // this warpgroup's columns
   constexpr uint32_t kAlongWeights = kBlockColumns * 16, kAlongX = S::kRows * 16;
   const bool fetches = lane == 0 && warp == kXWarp;
-  Fetcher<S> fetcher{shared, Cursor<S>(args, work, worker, rank)};
+  Fetcher<S> fetcher{shared, Cursor<S>(args, work, worker)};
   if (fetches) fetcher.start();
   __syncwarp();
   Turn turn{0, 0};
   int wait = 2;  // stages until the first has been left by all consumers, most likely
   const auto release = [&](int stage) {
-    if constexpr (S::kCluster == 1) {
-      if (lane == 0) barrier_arrive(shared.empty(stage));
-    } else {
-      if (lane < S::kCluster) barrier_arrive_at(shared.empty(stage), lane);
-    }
+    if (lane == 0) barrier_arrive(shared.empty(stage));
   };
   for_segments(work, worker, [&](int run, int tile, int first, int units) {
     Sums<S> sums = {};
@@ -447,15 +432,14 @@ __device__ __forceinline__ void consume(const LinearArgs& args, const WideWork& 
     warpgroup_wait<0>();
     release(before);
 
-    const TilePlace<S::kCluster> place(args, work, tile, rank);
+    const TilePlace place(args, work, tile);
     const LinearShard& shard = args.shard[place.shard];
-    if (place.block >= shard.blocks) return;
     if constexpr (S::kDirect) {
       if (units == work.depth)
         return transform_tile<S>(args, shard, place.block, place.row_tile * S::kRows, sums, shared.exchange());
     }
     // A run has at most one segment that begins within a tile, its first, and one that begins a tile and does not end it.
-    const int part = S::kDirect ? (2 * run + (first == 0)) * S::kCluster + rank : run + tile;
+    const int part = S::kDirect ? 2 * run + (first == 0) : run + tile;
     float4* const to = reinterpret_cast<float4*>(args.scratch + work.parts) + static_cast<int64_t>(part) * (S::kRows * kBlockColumns / 4) + warp * 32 + lane;
 #pragma unroll
     for (int g = 0; g < S::kGroups; ++g)
@@ -465,61 +449,59 @@ __device__ __forceinline__ void consume(const LinearArgs& args, const WideWork& 
 
 #endif  // EXL3_WARPGROUP
 
-// Grid: workers, in clusters. Dynamic shared memory: S::shared_bytes.
+// Grid: workers. Dynamic shared memory: S::shared_bytes.
 template <Codebook kBook, class S>
 __global__ void __launch_bounds__(S::kThreads, 1)
     wide_kernel(const __grid_constant__ LinearArgs args, const __grid_constant__ WideWork work, int packed_bytes) {
 #if EXL3_WARPGROUP
   const WideShared<S> shared{dynamic_shared(), packed_bytes};
-  const int rank = S::kCluster == 1 ? 0 : cluster_rank(), worker = blockIdx.x / S::kCluster;
+  const int worker = blockIdx.x;
   allow_next_grid();
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < S::kStages; ++stage) {
       barrier_init(shared.weights_full(stage), 1);
       barrier_init(shared.x_full(stage), 1);
-      barrier_init(shared.empty(stage), kConsumerWarps * S::kCluster);
+      barrier_init(shared.empty(stage), kConsumerWarps);
     }
     barrier_publish();
   }
-  if constexpr (S::kCluster == 1) __syncthreads();
-  else cluster_barrier();
+  __syncthreads();
   if (threadIdx.x >= 32 * kConsumerWarps) {
     give_registers<S::kProducerRegisters>();
-    produce<kBook, S>(args, work, shared, worker, rank);
+    produce<kBook, S>(args, work, shared, worker);
   } else {
     take_registers<S::kConsumerRegisters>();
-    consume<S>(args, work, shared, worker, rank);
+    consume<S>(args, work, shared, worker);
   }
-  if constexpr (S::kCluster > 1) cluster_barrier();  // others may still arrive here
 #else
   (void)args, (void)work, (void)packed_bytes;
 #endif
 }
 
 // Adds the parts of the tiles that several runs share, in ascending order of k, then H and svh. Grid: (borders between
-// runs, for each block of a cluster; groups of 8 rows of a tile). A tile is done by the first border within it.
+// runs; groups of 8 rows of a tile). A tile is done by the first border within it.
 template <class S>
 __global__ void __launch_bounds__(kFinishThreads)
     finish_wide_kernel(const __grid_constant__ LinearArgs args, const __grid_constant__ WideWork work) {
   __shared__ __align__(16) float tile_rows[kGroupRows][kFinishPitch];
   allow_next_grid();
-  const int rank = blockIdx.x % S::kCluster, first = blockIdx.x / S::kCluster, border = work.cut.start(first + 1);
+  const int first = blockIdx.x, border = work.cut.start(first + 1);
   const int tile = border / work.depth, begin = tile * work.depth;
   if (border == begin || work.cut.start(first) > begin) return;
-  const TilePlace<S::kCluster> place(args, work, tile, rank);
+  const TilePlace place(args, work, tile);
   const LinearShard& shard = args.shard[place.shard];
   const int row = place.row_tile * S::kRows + blockIdx.y * kGroupRows;
-  if (place.block >= shard.blocks || row >= args.m) return;
+  if (row >= args.m) return;
   const int last = work.cut.owner(begin + work.depth - 1), column = place.block * kBlockColumns + threadIdx.x % 32 * 4;
   const uint2 scales = *reinterpret_cast<const uint2*>(static_cast<const __half*>(shard.svh) + column);
   constexpr int64_t kPart = S::kRows * kBlockColumns / 4;
   const float4* part = reinterpret_cast<const float4*>(args.scratch + work.parts) +
                        blockIdx.y * (kGroupRows * kBlockColumns / 4) + threadIdx.x;
   wait_for_previous_grid();
-  float4 sum = load_from_l2(part + ((2 * first + 1) * S::kCluster + rank) * kPart);
+  float4 sum = load_from_l2(part + (2 * first + 1) * kPart);
 #pragma unroll 4
   for (int run = first + 1; run <= last; ++run) {
-    const float4 v = load_from_l2(part + (2 * run * S::kCluster + rank) * kPart);
+    const float4 v = load_from_l2(part + 2 * run * kPart);
     sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
   }
   finish_rows(args, shard, column, row, sum, scales, tile_rows);

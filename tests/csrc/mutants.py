@@ -103,7 +103,7 @@ MUTANTS: dict[str, Mutant] = {
         new="warp / 8 * (kBlockColumns / 2 * 16)",
         test=BESIDE,
     ),
-    "parts-of-a-run-in-one-place": Mutant(file="wide.cuh", old="(2 * run + (first == 0))", new="(2 * run)", test=MANY),
+    "parts-of-a-run-in-one-place": Mutant(file="wide.cuh", old="2 * run + (first == 0)", new="2 * run", test=MANY),
     "border-at-a-tile-begin-missed": Mutant(
         file="wide.cuh", old="work.cut.start(first) > begin", new="work.cut.start(first) >= begin", test=MANY
     ),

@@ -1,9 +1,7 @@
-// What csrc/exl3/pipeline.cuh offers, on the emulated machine, which has no clusters: blocks are alone in theirs.
+// What csrc/exl3/pipeline.cuh offers, on the emulated machine.
 #pragma once
 
 #include "warpgroup.cuh"
-
-#define EXL3_CLUSTER 1
 
 namespace exl3 {
 
@@ -13,13 +11,6 @@ inline void barrier_arrive(SharedAddress barrier) { emulate::barrier_arrive(barr
 inline void barrier_expect(SharedAddress barrier, uint32_t bytes) { emulate::barrier_arrive(barrier, bytes); }
 inline void barrier_wait(SharedAddress barrier, uint32_t parity) { emulate::barrier_wait(barrier, parity); }
 inline void bulk_copy(SharedAddress to, const void* from, uint32_t bytes, SharedAddress barrier) {
-  emulate::bulk_copy(to, from, bytes, barrier);
-}
-
-inline int cluster_rank() { return 0; }
-inline void cluster_barrier() { __syncthreads(); }
-inline void barrier_arrive_at(SharedAddress barrier, int) { emulate::barrier_arrive(barrier, 0); }
-inline void bulk_copy_to_all(SharedAddress to, const void* from, uint32_t bytes, SharedAddress barrier, int) {
   emulate::bulk_copy(to, from, bytes, barrier);
 }
 
