@@ -174,8 +174,12 @@ class Audit:
             "bytes": sum(map(_bytes, self.tensors.values())),
             "linears": dict(sorted(linears.items())),
             "experts": {
-                prefix: {"count": spec.count, "hidden": spec.hidden, "slice": spec.width,
-                         "rates": experts.codebook_rates(spec)}
+                prefix: {
+                    "count": spec.count,
+                    "hidden": spec.hidden,
+                    "slice": spec.width,
+                    "rates": experts.codebook_rates(spec),
+                }
                 for prefix, spec in self.experts.items()
             },
             "tensor_parallel_size": self.tp,
