@@ -108,19 +108,19 @@ MUTANTS: dict[str, Mutant] = {
         file="wide.cuh", old="work.cut.start(first) > begin", new="work.cut.start(first) >= begin", test=MANY
     ),
     "rows-read-before-they-are-put": Mutant(
-        file="wide.cuh",
+        file="wide_store.cuh",
         old="    group_barrier<32 * kConsumerWarps>(1);\n    float u",
         new="    float u",
         test=MANY,
     ),
     "rows-put-over-those-being-read": Mutant(
-        file="wide.cuh",
+        file="wide_store.cuh",
         old="    group_barrier<32 * kConsumerWarps>(1);\n#pragma unroll\n    for (int span",
         new="#pragma unroll\n    for (int span",
         test=MANY,
     ),
     "four-columns-at-once-too-often": Mutant(
-        file="wide.cuh", old="wide && n >= 0 && n + 4 <= shard.width", new="wide && n >= 0", test=MANY_MERGED
+        file="wide_store.cuh", old="wide && n >= 0 && n + 4 <= shard.width", new="wide && n >= 0", test=MANY_MERGED
     ),
     "rotated-rows-of-the-first-shard": Mutant(
         file="rotate.cuh",
