@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the native provider of routed experts refuses, and how it cuts its work; tests/csrc/test_moe.py runs it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench.moe_layers import mixed, query
+from vllm.model_executor.layers.quantization.exl3_trellis import ops_moe
+from vllm.model_executor.layers.quantization.exl3_trellis.backends import native_moe
+from vllm.model_executor.layers.quantization.exl3_trellis.plan import Activation, Bank, Device
+
+HOPPER = Device(kind="cuda", sm=90, sms=132, smem=232_448)
+LAYER = query([3] * 4, 256, 128, 2)
+HEADER = Path(__file__).resolve().parents[2] / "csrc" / "exl3" / "moe.h"
+TWO_BOOKS = Bank(rates=(3.0,) * 4, codebooks=("mcg", "mcg", "mul1", "mcg"))
+
+REFUSALS = [
+    ({}, Device(kind="cpu"), "runs on CUDA, not on cpu"),
+    ({}, replace(HOPPER, sm=75), "needs SM80 or newer, this card is SM75"),
+    ({}, replace(HOPPER, smem=65_536), "needs 99328 bytes of shared memory a block, this card has 65536"),
+    ({"io_dtype": "float64"}, HOPPER, "activations are float64, want one of float16, bfloat16, float32"),
+    ({"w2": TWO_BOOKS}, HOPPER, "experts have the codebooks mcg and mul1, want one"),
+    ({"activation": Activation(name="tanh")}, HOPPER, "activation tanh, want one of silu, "),
+    ({"w3": None}, HOPPER, "activation silu, want one of silu, "),
+    ({"slices": 9}, HOPPER, "9 slices of each expert, want at most 8"),
+    ({"max_rows": 1 << 23}, HOPPER, "8388608 rows of 2 experts, want less than 16777216 in all"),
+]
+
+
+@pytest.mark.parametrize("changes, device, reason", REFUSALS)
+def test_refuses_with_a_reason(changes, device, reason):
+    ok, why = native_moe.can_run(replace(LAYER, **changes), device)
+    assert not ok
+    assert why.startswith(reason)
+
+
+@pytest.mark.parametrize("routes, tile", [(1, 16), (3072, 16), (3073, 32), (6145, 64), (12289, 128), (1 << 20, 128)])
+def test_row_tiles_fit_the_average_expert(routes, tile):
+    assert native_moe.row_tile(256, routes) == tile
+
+
+def test_the_table_says_where_every_expert_lies():
+    """The lower rate comes first in a slab, and of a rate gate before up."""
+    table = native_moe.table_of(query(mixed(3, 4, 1, 1), 256, 128, 2))
+    three, four = 256 * 128 * 3 // 8, 256 * 128 * 4 // 8
+    low, high = (0, 1) if int(table[0, 0]) % 32 == 6 else (1, 0)
+    assert [int(row[low]) for row in table] == [6, three * 32 + 6, 6]
+    assert [int(row[high]) for row in table] == [2 * three * 32 + 8, (2 * three + four) * 32 + 8, three * 32 + 8]
+
+
+def test_numbers_agree_with_the_sources():
+    header = HEADER.read_text(encoding="utf-8")
+    for name, number in (
+        ("kMaxSlices", ops_moe.MAX_SLICES),
+        ("kMaxExperts", ops_moe.MAX_EXPERTS),
+        ("kDecodeRows", native_moe.DECODE_BLOCK),
+    ):
+        assert f"{name} = {number};" in header
