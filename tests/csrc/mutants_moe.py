@@ -7,6 +7,7 @@ BLOCKS = "test_a_row_has_the_same_bytes_in_every_block"
 PASSES = "test_passes_of_routes_and_columns"
 LISTS = "test_more_items_than_a_thread_block_lists"
 SLICES = "test_slices_and_shared_rotations"
+PARTS = "test_parts_of_the_depth"
 ONE = "test_all_rows_on_one_expert_and_rows_on_none"
 ACTIVATIONS = "test_activations"
 
@@ -28,13 +29,18 @@ MOE_MUTANTS = {
     "few-inputs-of-the-item-before": (
         "moe_few.cuh",
         "x = few_inputs<kBook>(stage, next);\n",
-        "x += 0;\n",
+        "x = few_inputs<kBook>(stage, next) + 16;\n",
         ANY,
     ),
     "few-list-skipped": ("moe_few.cuh", "first += kFewListed", "first += 2 * kFewListed", LISTS),
     "few-copies-of-another-rate": ("moe_few.cuh", "if (loader.rate2 == kRate2)", "if (true)", ANY),
     # The product for many.
-    "moe-list-not-refilled": ("moe_product.cuh", "list.reached(++number)", "++number", LISTS),
+    "moe-list-refilled-with-later-items": (
+        "moe_product.cuh",
+        "(number / kHalf + 1) * kHalf",
+        "(number / kHalf + 2) * kHalf",
+        LISTS,
+    ),
     "moe-stage-read-before-all-copied": (
         "moe_product.cuh",
         "    __syncthreads();\n    if (loader.left > 0) {",
@@ -67,7 +73,7 @@ MOE_MUTANTS = {
         "0",
         PASSES,
     ),
-    "moe-part-of-another": ("moe_items.cuh", "first * kUnitDepth * 2", "kUnitDepth * 2", "test_parts_of_the_depth"),
+    "moe-part-of-another": ("moe_items.cuh", "first * kUnitDepth * 2", "kUnitDepth * 2", PARTS),
     "moe-inverse-too-small": (
         "moe_items.cuh",
         "((1ull << 32) + divisor - 1) / divisor",
@@ -77,7 +83,7 @@ MOE_MUTANTS = {
     "moe-windows-do-not-cut": (
         "moe_route.cuh",
         "min(min(from + args.row_tile, end), window_end)",
-        "min(from + args.row_tile, end)",
+        "min(min(from + args.row_tile, end), window_end + args.window)",
         PASSES,
     ),
     "moe-id-beyond-the-last": ("moe_route.cuh", "id < args.experts", "id <= args.experts", ONE),
@@ -90,7 +96,7 @@ MOE_MUTANTS = {
     ),
     # Transforms, activation and sum.
     "moe-octet-one-bit-short": ("moe_rotate.cuh", "bit < 4", "bit < 2", BLOCKS),
-    "moe-signs-of-no-expert": ("moe_rotate.cuh", "args.shared_h ? 0 : expert", "0", ANY),
+    "moe-signs-of-no-expert": ("moe_rotate.cuh", "args.shared_h ? 0 : expert", "args.shared_h ? expert : 0", ANY),
     "moe-input-not-weighted": (
         "moe_rotate.cuh",
         "args.weight_on_input ? args.weights[route] : 1.0f",
@@ -98,7 +104,12 @@ MOE_MUTANTS = {
         SLICES,
     ),
     "moe-noise-in-the-middle": ("moe_combine.cuh", "of_all < args.intermediate", "of_all <= args.intermediate", SLICES),
-    "moe-part-dropped": ("moe_combine.cuh", "int part = 1; part < args.parts", "int part = 2; part < args.parts", ANY),
+    "moe-part-dropped": (
+        "moe_combine.cuh",
+        "int part = 1; part < args.parts",
+        "int part = 2; part < args.parts",
+        PARTS,
+    ),
     "moe-gate-not-limited": ("moe_combine.cuh", "gate = fminf(gate, args.limit);", "", ACTIVATIONS),
     "moe-sums-not-scaled-back": ("moe_combine.cuh", "kHadamardScale / call.down_scale", "kHadamardScale", BLOCKS),
 }
