@@ -108,7 +108,7 @@ KNOBS: tuple[Knob, ...] = (
         parse=_one_of(*BLOCK_ROWS),
         wanted="one of 8, 16, 32, 48, 64",
         default=8,
-        help="rows a block of the MoE decode plan",
+        help="rows a block of the MoE decode plan of b12x; native has its own",
     ),
     Knob(
         name="VLLM_EXL3_PREFILL_TRELLIS",
@@ -122,7 +122,7 @@ KNOBS: tuple[Knob, ...] = (
         parse=_one_of(*BLOCK_ROWS),
         wanted="one of 8, 16, 32, 48, 64",
         default=64,
-        help="rows a block of the MoE prefill plan",
+        help="rows a block of the MoE prefill plan of b12x; native has its own",
     ),
     Knob(
         name="VLLM_EXL3_PREFILL_CAPACITY",
