@@ -49,6 +49,10 @@ class Slab:
         """One past the last element."""
         return self.start + math.prod(self.shape)
 
+    def places(self) -> Iterator[tuple[int, int]]:
+        """(expert, first element of its tiles in the parameter) of each."""
+        return zip(self.experts, range(self.start, self.stop, math.prod(self.shape[1:])), strict=True)
+
 
 def slabs(matrix: str, rates: dict[str, tuple[float, ...]], sizes: dict[str, tuple[int, int]]) -> tuple[Slab, ...]:
     """The slabs of the parameter `w13_trellis` or `w2_trellis`, in order.
@@ -106,9 +110,8 @@ class ExpertParam:
         if self.suffix == "trellis":
             end = 0
             for slab in slabs(self.matrix, self._rates(), {shard: self._kept(shard) for shard in self.shards}):
-                each = math.prod(slab.shape[1:])
-                for index, expert in enumerate(slab.experts):
-                    self._offsets[slab.shard][expert] = slab.start + index * each
+                for expert, first in slab.places():
+                    self._offsets[slab.shard][expert] = first
                 end = slab.stop
             return end
         end = 0

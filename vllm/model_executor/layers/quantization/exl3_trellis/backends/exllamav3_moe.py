@@ -158,9 +158,8 @@ def _places(query: MoeQuery, shard: str) -> list[list[int]]:
     sizes = {each: query.sizes(each) for each in query.banks}
     trellis = [0] * query.experts
     for slab in slabs(matrix, rates, sizes):
-        for index, expert in enumerate(slab.experts):
-            if slab.shard == shard:
-                trellis[expert] = 2 * (slab.start + index * math.prod(slab.shape[1:]))
+        for expert, first in slab.places() if slab.shard == shard else ():
+            trellis[expert] = 2 * first
     rows = [trellis]
     each, first = (1, 0) if shard == "w2" else (2, int(shard == "w3"))
     for side, length in zip(SIDES, query.sizes(shard), strict=True):

@@ -168,9 +168,9 @@ def table_of(query: MoeQuery) -> torch.Tensor:
     rates = {shard: bank.rates for shard, bank in query.banks.items()}
     for matrix in set(MATRIX.values()):
         for slab in slabs(matrix, rates, sizes):
-            each, row = 2 * math.prod(slab.shape[1:]), ("w1", "w3", "w2").index(slab.shard)
-            for index, expert in enumerate(slab.experts):
-                table[row, expert] = (2 * slab.start + index * each) * 32 + round(2 * slab.rate)
+            row = ("w1", "w3", "w2").index(slab.shard)
+            for expert, first in slab.places():
+                table[row, expert] = 2 * first * 32 + round(2 * slab.rate)
     return table
 
 
