@@ -8,7 +8,7 @@ there are fewer experts.  Milliseconds, once these kernels are compiled.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -92,6 +92,31 @@ def reference(
     return y
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A few random experts of a layer, rows for them, and what they make of those."""
+
+    query: MoeQuery
+    weights: tuple[ExpertSlice, ...]
+    x: torch.Tensor  # [ROWS, hidden] of the query's dtype
+    topk_weights: torch.Tensor  # [ROWS, top_k] f32
+    topk_ids: torch.Tensor  # [ROWS, top_k] i64
+    truth: torch.Tensor  # [ROWS, hidden] f32
+
+
+def sample(query: MoeQuery, device: torch.device) -> Sample:
+    """Drawn from fixed seeds, the same for every provider."""
+    few = few_experts(query)
+    weights = random_experts(few, device)
+    generator = torch.Generator(device=device).manual_seed(1)
+    # vLLM loads models under a default dtype of 16 bits, so this one is named.
+    single = {"generator": generator, "dtype": torch.float32, "device": device}
+    x = torch.randn(ROWS, query.hidden, **single).to(getattr(torch, query.io_dtype))
+    routing, ids = torch.rand(ROWS, few.experts, **single).topk(query.top_k)
+    truth = reference(few, weights, x, routing, ids)
+    return Sample(query=few, weights=weights, x=x, topk_weights=routing, topk_ids=ids, truth=truth)
+
+
 def compare(provider: MoeBackend, query: MoeQuery, device: torch.device, limit: float) -> None:
     """Run a provider once, from an arena full of NaN.
 
@@ -104,16 +129,10 @@ def compare(provider: MoeBackend, query: MoeQuery, device: torch.device, limit: 
     Raises:
         NoBackendError: it disagrees with the reference.
     """
-    few = few_experts(query)
-    weights = random_experts(few, device)
-    generator = torch.Generator(device=device).manual_seed(1)
-    x = torch.randn(ROWS, query.hidden, generator=generator, device=device).to(getattr(torch, query.io_dtype))
-    # vLLM loads models under a default dtype of 16 bits, so this one is named.
-    chances = torch.rand(ROWS, few.experts, generator=generator, dtype=torch.float32, device=device)
-    routing, ids = chances.topk(query.top_k)
-    truth = reference(few, weights, x, routing, ids)
-    plan = provider.plan(few, Device.of(device), Window(name="decode", rows=ROWS, block=8))
+    one = sample(query, device)
+    plan = provider.plan(one.query, Device.of(device), Window(name="decode", rows=ROWS, block=8))
     arena = torch.full((plan.workspace_bytes,), 255, dtype=torch.uint8, device=device)
-    y = torch.empty_like(x)
-    provider.run(plan, provider.prepare(few, weights), arena, x, routing, ids, y)
-    self_check(float((y - truth).norm() / truth.norm()), limit, f"{provider.name}: {query}")
+    y = torch.empty_like(one.x)
+    prepared = provider.prepare(one.query, one.weights)
+    provider.run(plan, prepared, arena, one.x, one.topk_weights, one.topk_ids, y)
+    self_check(float((y - one.truth).norm() / one.truth.norm()), limit, f"{provider.name}: {query}")
