@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .. import arena_layout
+from ..arena_layout import Layout, layout_bytes
 from ..layout import trellis_shape
 from ..plan import Device, MoeQuery
 from .b12x_library import Tiles
@@ -24,9 +26,7 @@ TILES: Tiles = (128, 128, 128, 128)  # less than 128 deep loses partial sums acr
 # The library's estimate counts two stages of scales, which a trellis has not: K3 and K4 in blocks of 64 rows take
 # exactly what SM120 has.
 SHARED_RESERVE = -2 * (128 // 32) * 128 * 2
-ALIGNMENT = 256  # bytes
 BLOCKS_PER_SM = 4  # the most that its kernels are launched with
-Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,13 +72,9 @@ def buffers(query: MoeQuery, sms: int, rows: int, block: int) -> Layout:
     }
 
 
-def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-
-
 def workspace_bytes(query: MoeQuery, device: Device, rows: int, block: int) -> int:
     """All buffers, each aligned."""
-    return sum(_bytes(*each) for each in buffers(query, device.sms, rows, block).values())
+    return layout_bytes(buffers(query, device.sms, rows, block))
 
 
 def maps(order: list[int], sizes: tuple[int, ...], device: torch.device) -> dict[str, torch.Tensor]:
@@ -142,11 +138,7 @@ def run(
     from b12x.moe._shared.kernels.w4a16 import mixed_trellis
 
     query, launch = plan.query, programs[topk_ids.dtype]
-    views, start = {}, 0
-    for name, (shape, dtype) in buffers(query, launch.sms, plan.window.rows, plan.block).items():
-        held = math.prod(shape) * dtype.itemsize
-        views[name] = arena[start : start + held].view(dtype).view(shape)
-        start += _bytes(shape, dtype)
+    views = arena_layout.views(buffers(query, launch.sms, plan.window.rows, plan.block), arena)
     views["workspace"].zero_()
     scratch = mixed_trellis.MixedTrellisBuffers(**views, fc2=views["rotation_gate"])
     descriptors = prepared["descriptors"].detach()

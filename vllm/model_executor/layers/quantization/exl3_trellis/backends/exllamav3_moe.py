@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from .. import arena_layout
+from ..arena_layout import Layout, layout_bytes
 from ..expert_check import compare
 from ..expert_intake import ExpertSlice
 from ..plan import Device, MoeQuery, Window
@@ -36,7 +37,6 @@ MIN_SM = 80
 CODEBOOKS = ("mcg", "mul1")
 ARGUMENTS = 35  # of exl3_moe; they changed between versions
 BLOCKS_PER_EXPERT = 8  # what a group of its blocks is made of
-ALIGNMENT = 256  # bytes
 DTYPES = ("float16", "bfloat16", "float32")
 SILU = 0
 CHECK_LIMIT = 4e-3  # relative; its activations are fp16 throughout
@@ -111,7 +111,7 @@ def _tiers(query: MoeQuery) -> list[tuple[Tier, tuple[int, ...]]]:
     return [(kind, tuple(experts)) for kind, experts in sorted(found.items())]
 
 
-def _layout(query: MoeQuery, rows: int, block: int, groups: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def _layout(query: MoeQuery, rows: int, block: int, groups: int) -> Layout:
     """Every buffer of a call."""
     half = torch.float16
     return {
@@ -124,14 +124,10 @@ def _layout(query: MoeQuery, rows: int, block: int, groups: int) -> dict[str, tu
     }
 
 
-def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-
-
 def plan(query: MoeQuery, device: Device, window: Window) -> ParityMoePlan:
     """As many experts at once as the card has room for their blocks, a block of the window's rows each."""
     groups, block = max(1, device.sms // BLOCKS_PER_EXPERT), min(window.rows, window.block)
-    size = sum(_bytes(*each) for each in _layout(query, window.rows, block, groups).values())
+    size = layout_bytes(_layout(query, window.rows, block, groups))
     return ParityMoePlan(query=query, rows=window.rows, block=block, groups=groups, workspace_bytes=size)
 
 
@@ -197,11 +193,7 @@ def run(
 
 def views(plan: ParityMoePlan, arena: torch.Tensor) -> dict[str, torch.Tensor]:
     """The buffers inside the arena."""
-    found, start = {}, 0
-    for key, (shape, dtype) in _layout(plan.query, plan.rows, plan.block, plan.groups).items():
-        found[key] = arena[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-        start += _bytes(shape, dtype)
-    return found
+    return arena_layout.views(_layout(plan.query, plan.rows, plan.block, plan.groups), arena)
 
 
 @dataclass(frozen=True, kw_only=True)
