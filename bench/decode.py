@@ -50,15 +50,15 @@ def measure_all(options: argparse.Namespace) -> dict[str, Any]:
         processes = {}
         for variant in options.variants:
             model, env = stack.enter_context(variant_of(options.model, variant))
-            processes[variant] = stack.enter_context(running(options, variant, model, env, logs / variant))
+            command = command_of(options, variant, model)
+            processes[variant] = stack.enter_context(running(command, env, logs / variant))
         for variant, process in processes.items():
             wait_for(process, logs / variant)
         for variant, process in processes.items():
             with suppress(BrokenPipeError):
                 process.communicate("go\n")
             log = (logs / variant).read_text(errors="replace")
-            line = next((line for line in log.splitlines() if line.startswith(FIGURES)), None)
-            figures[variant] = json.loads(line.removeprefix(FIGURES)) if line else {"error": reason(log)}
+            figures[variant] = figures_in(log) or {"error": reason(log)}
             print(
                 f"{variant:10} {figures[variant].get('tokens_per_second', figures[variant].get('error'))}", flush=True
             )
@@ -93,13 +93,15 @@ def variant_of(model: Path, variant: str) -> Iterator[tuple[Path, dict[str, str]
         yield Path(folder), {}
 
 
-@contextmanager
-def running(
-    options: argparse.Namespace, variant: str, model: Path, env: dict[str, str], log: Path
-) -> Iterator[subprocess.Popen[str]]:
-    """The process of a variant, its output in `log`; ended when the context is left."""
+def command_of(options: argparse.Namespace, variant: str, model: Path) -> list[str]:
+    """What measures one variant."""
     command = [sys.executable, "-m", "bench", "decode", str(model), "--variant", variant]
-    command += ["--batches", ",".join(map(str, options.batches)), "--tokens", str(options.tokens)]
+    return [*command, "--batches", ",".join(map(str, options.batches)), "--tokens", str(options.tokens)]
+
+
+@contextmanager
+def running(command: list[str], env: dict[str, str], log: Path) -> Iterator[subprocess.Popen[str]]:
+    """The process of a variant, `env` added to this one's, its output in `log`; ended when the context is left."""
     with log.open("w") as out:
         process = subprocess.Popen(
             command, cwd=HERE.parent, env=os.environ | env, text=True, start_new_session=True,
@@ -111,6 +113,12 @@ def running(
         with suppress(ProcessLookupError):  # the engine's own processes go with it
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def figures_in(log: str) -> dict[str, Any] | None:
+    """What a variant's process measured; None if it did not get so far."""
+    line = next((line for line in log.splitlines() if line.startswith(FIGURES)), None)
+    return dict(json.loads(line.removeprefix(FIGURES))) if line else None
 
 
 def reason(log: str) -> str:

@@ -22,8 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench.decode import FIGURES, figures_in
+
 HERE = Path(__file__).parent
-FIGURES = "BENCH-LOADING-FIGURES "  # begins the line of a variant's process that holds its figures
 MIB = 1 << 20
 EXPERT = re.compile(r"(.*\.experts)\.\d+\.(\w+)\.rank\d+\.(\w+)")  # layer, projection, kind
 
@@ -63,8 +64,7 @@ def run_variant(model: Path, variant: str) -> dict[str, Any]:
         cwd=HERE.parent, env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
     )  # fmt: skip
-    line = next((line for line in done.stdout.splitlines() if line.startswith(FIGURES)), None)
-    return dict(json.loads(line.removeprefix(FIGURES))) if line else {"error": done.stdout[-1500:]}
+    return figures_in(done.stdout) or {"error": done.stdout[-1500:]}
 
 
 def measured(load: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:

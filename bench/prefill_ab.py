@@ -13,21 +13,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import re
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from bench.decode import FIGURES, READY, wait_for
+from bench.decode import FIGURES, READY, figures_in, running, wait_for
 
 HERE = Path(__file__).parent
 SWITCH = "VLLM_EXL3_PREFILL_TRELLIS"
@@ -67,41 +64,32 @@ def measure_both(options: argparse.Namespace) -> dict[str, Figures]:
     """The figures of each variant, or the end of its log."""
     figures: dict[str, Figures] = {}
     with tempfile.TemporaryDirectory() as logs, ExitStack() as both:
+
+        def start(variant: str) -> AbstractContextManager[subprocess.Popen[str]]:
+            return running(command_of(options, variant), {SWITCH: VARIANTS[variant]}, Path(logs) / variant)
+
         started = {}
         for variant in VARIANTS if options.together else ():
-            started[variant] = both.enter_context(running(options, variant, Path(logs) / variant))
+            started[variant] = both.enter_context(start(variant))
         for variant in VARIANTS:
             log = Path(logs) / variant
             with ExitStack() as one:
-                process = started.get(variant) or one.enter_context(running(options, variant, log))
+                process = started.get(variant) or one.enter_context(start(variant))
                 for each in started or [variant]:
                     wait_for(started.get(each, process), Path(logs) / each)
                 with suppress(BrokenPipeError):
                     process.communicate("go\n")
                 text = log.read_text(errors="replace")
-                line = next((line for line in text.splitlines() if line.startswith(FIGURES)), None)
-                figures[variant] = json.loads(line.removeprefix(FIGURES)) if line else {"error": text[-1500:]}
+                figures[variant] = figures_in(text) or {"error": text[-1500:]}
             print(f"{variant:7} {figures[variant].get('seconds', figures[variant].get('error'))}", flush=True)
     return figures
 
 
-@contextmanager
-def running(options: argparse.Namespace, variant: str, log: Path) -> Iterator[subprocess.Popen[str]]:
-    """The process of a variant, its output in `log`; ended when the context is left."""
+def command_of(options: argparse.Namespace, variant: str) -> list[str]:
+    """What measures one variant."""
     command = [sys.executable, "-m", "bench", "prefill_ab", options.model, "--variant", variant]
     command += ["--lengths", ",".join(map(str, options.lengths)), "--mtp", str(options.mtp)]
-    command += ["--tokens", str(options.tokens), *(f"--engine={pair}" for pair in options.engine)]
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command, cwd=HERE.parent, env=os.environ | {SWITCH: VARIANTS[variant]}, text=True, start_new_session=True,
-            stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-    try:
-        yield process
-    finally:
-        with suppress(ProcessLookupError):  # the engine's own processes go with it
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    return [*command, "--tokens", str(options.tokens), *(f"--engine={pair}" for pair in options.engine)]
 
 
 def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
