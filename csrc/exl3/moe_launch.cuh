@@ -28,7 +28,7 @@ cudaError_t launch_moe_book(const MoeCall& call, const MoeStage& stage, bool dep
   return cudaErrorInvalidValue;
 }
 
-cudaError_t launch_moe_decode(const MoeCall& call, const MoeStage& stage, bool dependent, cudaStream_t stream);
+// One product of the prefill plan.
 cudaError_t launch_moe_prefill(const MoeCall& call, const MoeStage& stage, bool dependent, cudaStream_t stream);
 
 }  // namespace exl3

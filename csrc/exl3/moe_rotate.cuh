@@ -4,8 +4,7 @@
 // butterflies stay in its registers, and a warp transforms eight groups at once, four lanes each: an octet.
 #pragma once
 
-#include "moe_route.cuh"
-#include "values.cuh"
+#include "moe_values.cuh"
 #include "warpgroup.cuh"
 
 namespace exl3 {
@@ -28,8 +27,6 @@ __device__ __forceinline__ void hadamard_octet(float (&v)[kLanePoints], int lane
     for (int i = 0; i < kLanePoints; ++i) v[i] = fmaf(sign, v[i], shuffle_xor(v[i], bit));
   }
 }
-
-__device__ __forceinline__ float2 half_pair(uint32_t pair) { return __half22float2(*reinterpret_cast<const __half2*>(&pair)); }
 
 // Eight neighbouring fp16, 16-byte aligned.
 __device__ __forceinline__ void load_8(const __half* from, float (&v)[8]) {
@@ -61,15 +58,6 @@ __device__ __forceinline__ void load_inputs(const MoeArgs& args, int row, int fi
   }
 #pragma unroll
   for (int i = 0; i < 8; ++i) v[i] = first + i < args.hidden ? load(args.x, at + i, args.io_type) : 0.0f;
-}
-
-// Where a route's input is, whose expert's signs it takes, and what it is multiplied by.
-struct InputRow {
-  int row, expert;
-  float weight;
-};
-__device__ __forceinline__ InputRow input_row(const MoeArgs& args, int route, int expert) {
-  return {route / args.top_k, args.shared_h ? 0 : expert, args.weight_on_input ? args.weights[route] : 1.0f};
 }
 
 // One warp: the inputs of gate and up for an octet of one source row, of routes from `window` on.
@@ -114,6 +102,15 @@ __device__ __forceinline__ void rotate_inputs(const MoeCall& call, int source, i
   }
 }
 
+constexpr int kRouteThreads = 1024;
+
+static __global__ void __launch_bounds__(kRouteThreads, 1)
+    moe_route_kernel(const __grid_constant__ MoeCall call) {
+  wait_for_previous_grid();
+  allow_next_grid();
+  list_routes(call);
+}
+
 constexpr int kInputWarps = 8;
 
 // Four blocks an SM, as it was measured on SM90; elsewhere that would spill.
@@ -127,64 +124,6 @@ static __global__ void __launch_bounds__(32 * kInputWarps, kInputBlocksPerSm)
   const int octets = (call.args.k / kHadamard + kOctet - 1) / kOctet;
   const int at = blockIdx.x * kInputWarps + threadIdx.x / 32;
   if (at < rows * octets) rotate_inputs(call, at / octets, at % octets, blockIdx.y, window);
-}
-
-// Two fp16 inputs 2c and 2c + 1 of a tile (of eight from `half` on) in the order of moe_few_kernel's fragments, which
-// are 16 or 8 bytes for each of four c.
-__device__ __forceinline__ void store_few(unsigned char* tile, int c, int half, float even, float odd, int twice) {
-  if (twice == 2) {
-    *reinterpret_cast<uint2*>(tile + c * 16 + half * 8) = make_uint2(pack_half2(even, even), pack_half2(odd, odd));
-  } else {
-    *reinterpret_cast<uint32_t*>(tile + c * 8 + half * 4) = pack_half2(even, odd);
-  }
-}
-
-// One warp: the inputs of gate and up for one group of 128 of a route or row, four neighbouring k a lane.
-__device__ __forceinline__ void rotate_few(const MoeCall& call, int source, int group, int slice) {
-  const MoeArgs& args = call.args;
-  const int lane = threadIdx.x % 32, first = group * kHadamard + lane * 4;
-  InputRow of{source, 0, 1.0f};
-  if (!call.by_row) {
-    const int expert = expert_of(args, source);
-    if (expert < 0) return;
-    of = input_row(args, source, expert);
-  }
-  float x[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-    x[i] = first + i < args.hidden ? load(args.x, of.row * args.x_stride + first + i, args.io_type) * of.weight : 0.0f;
-  const int64_t pitch = static_cast<int64_t>(args.k) * 2 * call.arena.twice;
-  unsigned char* to = args.arena + call.arena.inputs +
-                      (static_cast<int64_t>(source) * args.slices + slice) * kMatrices * pitch +
-                      static_cast<int64_t>(first / kTile) * kTile * 2 * call.arena.twice;
-#pragma unroll
-  for (int matrix = 0; matrix < kMatrices; ++matrix) {
-    const uint2 signs = *reinterpret_cast<const uint2*>(static_cast<const __half*>(args.slice[slice].suh13) +
-                                                        (static_cast<int64_t>(of.expert) * kMatrices + matrix) * args.k + first);
-    const float2 low = half_pair(signs.x), high = half_pair(signs.y);
-    float v[4] = {x[0] * low.x, x[1] * low.y, x[2] * high.x, x[3] * high.y};
-    hadamard_128(v, lane);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) v[i] *= kHadamardScale;
-    const int c = lane % 2 * 2, half = lane % 4 / 2;
-    store_few(to + matrix * pitch, c, half, v[0], v[1], call.arena.twice);
-    store_few(to + matrix * pitch, c + 1, half, v[2], v[3], call.arena.twice);
-  }
-}
-
-// For few routes, whose inputs need not be sorted: one grid does both, the first block sorts. Grid: (1 + ceil(source
-// rows * groups of k / 8), slices).
-static __global__ void __launch_bounds__(32 * kInputWarps)
-    moe_route_and_input_kernel(const __grid_constant__ MoeCall call, int rows) {
-  wait_for_previous_grid();
-  allow_next_grid();
-  const int groups = call.args.k / kHadamard;
-  const int at = (static_cast<int>(blockIdx.x) - 1) * kInputWarps + static_cast<int>(threadIdx.x) / 32;
-  if (blockIdx.x == 0) {
-    if (blockIdx.y == 0) list_routes(call);
-  } else if (at < rows * groups) {
-    rotate_few(call, at / groups, at % groups, blockIdx.y);
-  }
 }
 
 }  // namespace exl3

@@ -135,13 +135,4 @@ __device__ __forceinline__ void list_routes(const MoeCall& call) {
   }
 }
 
-constexpr int kRouteThreads = 1024;
-
-static __global__ void __launch_bounds__(kRouteThreads, 1)
-    moe_route_kernel(const __grid_constant__ MoeCall call) {
-  wait_for_previous_grid();
-  allow_next_grid();
-  list_routes(call);
-}
-
 }  // namespace exl3

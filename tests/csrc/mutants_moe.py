@@ -96,20 +96,20 @@ MOE_MUTANTS = {
     ),
     # Transforms, activation and sum.
     "moe-octet-one-bit-short": ("moe_rotate.cuh", "bit < 4", "bit < 2", BLOCKS),
-    "moe-signs-of-no-expert": ("moe_rotate.cuh", "args.shared_h ? 0 : expert", "args.shared_h ? expert : 0", ANY),
+    "moe-signs-of-no-expert": ("moe_values.cuh", "args.shared_h ? 0 : expert", "args.shared_h ? expert : 0", ANY),
     "moe-input-not-weighted": (
-        "moe_rotate.cuh",
+        "moe_values.cuh",
         "args.weight_on_input ? args.weights[route] : 1.0f",
         "1.0f",
         SLICES,
     ),
     "moe-noise-in-the-middle": ("moe_combine.cuh", "of_all < args.intermediate", "of_all <= args.intermediate", SLICES),
     "moe-part-dropped": (
-        "moe_combine.cuh",
+        "moe_values.cuh",
         "int part = 1; part < args.parts",
         "int part = 2; part < args.parts",
         PARTS,
     ),
-    "moe-gate-not-limited": ("moe_combine.cuh", "gate = fminf(gate, args.limit);", "", ACTIVATIONS),
+    "moe-gate-not-limited": ("moe_values.cuh", "gate = fminf(gate, args.limit);", "", ACTIVATIONS),
     "moe-sums-not-scaled-back": ("moe_combine.cuh", "kHadamardScale / call.down_scale", "kHadamardScale", BLOCKS),
 }
