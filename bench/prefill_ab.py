@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from bench.decode import FIGURES, READY, figures_in, running, wait_for
+from bench.decode import FIGURES, READY, figures_in, reason, running, wait_for
 
 HERE = Path(__file__).parent
 SWITCH = "VLLM_EXL3_PREFILL_TRELLIS"
@@ -80,7 +80,7 @@ def measure_both(options: argparse.Namespace) -> dict[str, Figures]:
                 with suppress(BrokenPipeError):
                     process.communicate("go\n")
                 text = log.read_text(errors="replace")
-                figures[variant] = figures_in(text) or {"error": text[-1500:]}
+                figures[variant] = figures_in(text) or {"error": reason(text)}
             print(f"{variant:7} {figures[variant].get('seconds', figures[variant].get('error'))}", flush=True)
     return figures
 

@@ -162,10 +162,20 @@ def test_the_prefill_plan_is_faster_and_changes_no_acceptance(lives):
     assert abs(rates[0] - rates[1]) <= 0.05
 
 
+def arenas(life: Life) -> dict[str, float]:
+    """MiB of the arena of the target and of the draft, as the engine says."""
+    said = re.findall(r"EXL3 experts of the (\w+), .* of the arena's ([\d.]+) MiB", life.log)
+    return {role: float(size) for role, size in said}
+
+
 def test_a_smaller_capacity_leaves_more_for_the_cache(lives):
     unset, small = (lives[f"capacity {capacity}"] for capacity in ("", "512"))
-    print(f"KV cache {unset[1]['kv_bytes'] >> 20} MiB, with capacity 512 {small[1]['kv_bytes'] >> 20}")
-    assert small[1]["kv_bytes"] > unset[1]["kv_bytes"]
+    assert arenas(unset).keys() == arenas(small).keys() == {"target", "draft"}
+    before, after = (life[1]["kv_bytes"] / 2**20 for life in (unset, small))
+    large, little = (sum(arenas(life).values()) for life in (unset, small))
+    print(f"KV cache {before:.0f} MiB beside arenas of {large:.0f}, with capacity 512 {after:.0f} beside {little:.0f}")
+    assert little < 0.1 * large
+    assert after - before == pytest.approx(large - little, rel=0.05)
     assert max(differences(small, lives["mixed 0"])[1], default=0.0) <= TIE
 
 
