@@ -134,4 +134,8 @@ __device__ __forceinline__ void allow_next_grid() {
 #endif
 }
 
+// Says that what follows reads what grids before the one ahead wrote, without having waited for that one. Holds wherever
+// the grid ahead waits before it allows the next: nothing is left to do.
+__device__ __forceinline__ void earlier_grids_have_ended() {}
+
 }  // namespace exl3

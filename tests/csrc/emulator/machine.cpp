@@ -92,6 +92,8 @@ struct Fiber {
   std::vector<Copy> copies;
   int group = 0;  // of the copies not yet committed
   std::vector<uint32_t> unpublished;
+  size_t ahead = 1;     // which grid it waits for: the one ahead of its own, or the one before that
+  bool waited = false;  // for the grid ahead
   std::shared_ptr<void> local;
 };
 
@@ -106,6 +108,7 @@ struct Block {
   std::map<uint32_t, Barrier> barriers;
   std::map<int, Group> groups;
   bool progress = false;  // since the warps were last gone through
+  size_t grid = 0;        // its place in the queue
   int running = -1;
 };
 
@@ -114,6 +117,7 @@ struct Grid {
   dim3 grid, block;
   size_t shared_bytes;
   bool done = false;
+  bool relied_on = false;  // to let the next one start only when the one ahead has ended
 };
 
 // What one block needs. A grid that waits and the grid it waits for need one each.
@@ -183,7 +187,10 @@ void run_warp(int first, size_t grid) {
     for (int i = 0; i < kLanes; ++i) {
       const int lane = backward ? kLanes - 1 - i : i;
       while (lanes[lane].state == State::kReady || lanes[lane].state == State::kGrid) {
-        if (lanes[lane].state == State::kGrid && grid > 0) run_grid(grid - 1);
+        if (lanes[lane].state == State::kGrid && grid >= lanes[lane].ahead) {
+          queue[grid - 1].relied_on |= lanes[lane].ahead > 1;
+          run_grid(grid - lanes[lane].ahead);
+        }
         resume(first + lane);
       }
     }
@@ -221,6 +228,7 @@ void run_block(const Grid& work, size_t grid, const Memory& memory) {
   const int threads = static_cast<int>(work.block.x);
   Block mine{};
   mine.thread = &work.thread;
+  mine.grid = grid;
   mine.shared_bytes = work.shared_bytes;
   mine.shared = memory.shared_end - (work.shared_bytes + 15) / 16 * 16;
   std::memset(mine.shared, kPoison, work.shared_bytes);
@@ -327,7 +335,19 @@ void wait_for_warp(Collective what, void* request) {
 }
 
 void wait_for_block() { leave(State::kBlock); }
-void wait_for_grid() { leave(State::kGrid); }
+void wait_for_grid() {
+  self().waited = true;
+  leave(State::kGrid);
+}
+void wait_for_earlier_grids() {
+  self().ahead = 2;
+  leave(State::kGrid);
+  self().ahead = 1;
+}
+void allow_next_grid() {
+  if (queue[block->grid].relied_on && !self().waited)
+    fail("the next grid may start, which reads what grids before the one ahead wrote, but that one has not ended");
+}
 
 void copy_later(uint32_t to, const void* from) {
   if (reinterpret_cast<uintptr_t>(from) % 16) fail("cp.async: global address %p, want a multiple of 16", from);

@@ -32,6 +32,8 @@ using Collective = void (*)(void* const (&requests)[kLanes]);
 void wait_for_warp(Collective what, void* request);
 void wait_for_block();
 void wait_for_grid();
+void wait_for_earlier_grids();  // before the one ahead; the one ahead must have let this grid start late enough
+void allow_next_grid();
 
 // A lane's asynchronous copies, 16 bytes each.
 void copy_later(uint32_t to, const void* from);

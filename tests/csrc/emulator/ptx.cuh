@@ -144,6 +144,7 @@ inline void fence_device() {}
 inline unsigned atomic_increment(unsigned* counter) { return (*counter)++; }
 
 inline void wait_for_previous_grid() { emulate::wait_for_grid(); }
-inline void allow_next_grid() {}
+inline void allow_next_grid() { emulate::allow_next_grid(); }
+inline void earlier_grids_have_ended() { emulate::wait_for_earlier_grids(); }
 
 }  // namespace exl3
