@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.nn import Module
 
 from tests.engine.scoring import greedy
 from tests.engine.test_mtp import PROMPTS, TOKENS, continue_prompts, draft_of, spoil, stamped, target_of
@@ -116,6 +117,8 @@ def test_target_and_draft_plan_apart_and_survive_a_reload(engine, make, recorded
     assert [len(each) for each in arenas] == [1, 1]
     assert arenas[0].isdisjoint(arenas[1])
     assert {call.arena for call in recorded.plans.calls + recorded.parity.calls} == arenas[0] | arenas[1]
+    plans = [plans_of(model) for model in models]
+    assert [len(each) for each in plans] == [3, 3]  # decode, prefill and parity
     warmed = len(recorded.plans.warmed)
     assert warmed == 4
     assert {call.warmed for call in recorded.plans.calls} == {warmed}  # the draft's, too, before the target first ran
@@ -125,7 +128,14 @@ def test_target_and_draft_plan_apart_and_survive_a_reload(engine, make, recorded
     recorded.plans.ran()
     assert continue_prompts(llm) == (said, taken)
     assert len(recorded.plans.warmed) == warmed
+    assert [plans_of(model) for model in models] == plans  # the same objects, which hold what a library compiled
     assert {call.arena for call in recorded.plans.calls} == arenas[0] | arenas[1]
+
+
+def plans_of(model: Module) -> set[int]:
+    """The identities of the plans of a model's routed experts."""
+    experts = [layer.exl3_moe for layer in model.modules() if hasattr(layer, "exl3_moe")]
+    return {id(route.plan) for each in experts for route in each.routes.values()}
 
 
 def test_providers_that_view_the_slabs_share_them(engine, make, recorded):

@@ -56,17 +56,15 @@ def planned(
     layer, query = torch.nn.Module(), dataclasses.replace(QUERY, max_rows=owner.capacity)
     choice = choose_experts(query, CPU, providers)
     served = windows(limits, query.max_rows, planned=choice.planned is not None)
-    routes = {}
+    routes, startup = {}, startup_of(owner)
     for window in served.all:
         backend, refusals = choice.of(window.name)
         names = {}
         for key, tensor in backend.prepare(query, ()).items():
             names[key] = f"{backend.name}_{key}"
             layer.register_parameter(names[key], torch.nn.Parameter(tensor, requires_grad=False))
-        routes[window.name] = Route(
-            backend=backend, plan=backend.plan(query, CPU, window), names=names, refusals=refusals
-        )
-    startup = startup_of(owner)
+        plan = startup.one(backend.name, backend.plan(query, CPU, window))
+        routes[window.name] = Route(backend=backend, plan=plan, names=names, refusals=refusals)
     experts = Experts(layer=name, owner=owner, query=query, windows=served, routes=routes, startup=startup)
     startup.add(layer, experts)
     return Planned(layer, experts)

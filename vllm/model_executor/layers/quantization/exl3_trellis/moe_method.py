@@ -166,17 +166,17 @@ class EXL3MoEMethod(FusedMoEMethodBase):
         served = windows(self.limits, query.max_rows, planned=choice.planned is not None)
         chosen = {window.name: choice.of(window.name) for window in served.all}
         names = self._prepare(layer, [backend for backend, _ in chosen.values()])
+        startup = startup_of(layer.exl3_owner)
         routes = {
             window.name: Route(
                 backend=backend,
-                plan=backend.plan(query, device, window),
+                plan=startup.one(backend.name, backend.plan(query, device, window)),
                 names=names[backend.name],
                 refusals=refusals,
             )
             for window in served.all
             for backend, refusals in [chosen[window.name]]
         }
-        startup = startup_of(layer.exl3_owner)
         layer.exl3_moe = Experts(
             layer=layer.layer_name,
             owner=layer.exl3_owner,

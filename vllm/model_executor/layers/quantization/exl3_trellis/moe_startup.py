@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from .moe_dispatch import Experts, Route
+    from .plan import Plan
 
 logger = logging.getLogger("vllm.exl3")
 ALIGNMENT = 256  # bytes, of an arena
@@ -44,9 +45,14 @@ class Startup:
     def __init__(self) -> None:
         self.layers: weakref.WeakKeyDictionary[Module, Experts] = weakref.WeakKeyDictionary()
         self.need = 0  # bytes: the most that any window of any layer works in
+        self.plans: dict[Hashable, Plan] = {}  # (provider, plan) -> the first equal one, which holds what it compiled
         self.warmed: set[Hashable] = set()  # (provider, plan)
         self.ready = False
         self.lane = 0  # vLLM's workspace lane, in which they were loaded and will run
+
+    def one(self, provider: str, plan: Plan) -> Plan:
+        """The plan that all layers share that have an equal one."""
+        return self.plans.setdefault((provider, plan), plan)
 
     def add(self, layer: Module, experts: Experts) -> None:
         """A layer has been planned, or planned again by a reload."""

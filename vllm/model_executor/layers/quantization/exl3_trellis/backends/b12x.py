@@ -11,10 +11,9 @@ to agree with float64.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -49,6 +48,8 @@ class B12xPlan:
     window: Window
     block: int  # rows a block: the window's, or the largest smaller one whose tiles fit this card's shared memory
     workspace_bytes: int
+    # What the library compiled, by device: code, which it keeps itself, and no memory of a model.
+    programs: dict[torch.device, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 def can_run(query: MoeQuery, device: Device) -> tuple[bool, str]:
@@ -154,12 +155,13 @@ def _tier_order(query: MoeQuery) -> list[int]:
     return [expert for slab in slabs("w2", {"w2": query.w2.rates}, sizes) for expert in slab.experts]
 
 
-@functools.cache
 def _programs(plan: B12xPlan, device: torch.device) -> Any:
-    """What the library compiled for plans equal to this one: code, which it keeps itself, and no memory of a model."""
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(f"b12x: {plan.query}, {plan.window.name} window: warm it up before capture")
-    return _kind(plan.query).load(plan, device)
+    """Those of the plan, loaded by its first call."""
+    if device not in plan.programs:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"b12x: {plan.query}, {plan.window.name} window: warm it up before capture")
+        plan.programs[device] = _kind(plan.query).load(plan, device)
+    return plan.programs[device]
 
 
 def run(
