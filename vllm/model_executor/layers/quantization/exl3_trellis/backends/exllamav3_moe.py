@@ -42,6 +42,9 @@ SILU = 0
 CHECK_LIMIT = 4e-3  # relative; its activations are fp16 throughout
 SIDES = ("suh", "svh")
 
+Tier = tuple[tuple[float, ...], tuple[str, ...]]  # rates and codebooks of gate, up and down
+Tiers = tuple[tuple[Tier, tuple[int, ...]], ...]  # and its experts
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParityMoePlan:
@@ -51,6 +54,7 @@ class ParityMoePlan:
     rows: int  # most of a call
     block: int  # most rows of one expert in one launch
     groups: int  # experts at once
+    tiers: Tiers
     workspace_bytes: int
 
 
@@ -98,17 +102,14 @@ def missing() -> str:
     return ""
 
 
-Tier = tuple[tuple[float, ...], tuple[str, ...]]  # rates and codebooks of gate, up and down
-
-
-def _tiers(query: MoeQuery) -> list[tuple[Tier, tuple[int, ...]]]:
+def _tiers(query: MoeQuery) -> Tiers:
     """Experts that one launch can serve together: equal in the rates and codebooks of their projections."""
     banks = [query.banks[shard] for shard in ("w1", "w3", "w2") if shard in query.banks]
     found: dict[Tier, list[int]] = {}
     for expert in range(query.experts):
         kind = tuple(bank.rates[expert] for bank in banks), tuple(bank.codebooks[expert] for bank in banks)
         found.setdefault(kind, []).append(expert)
-    return [(kind, tuple(experts)) for kind, experts in sorted(found.items())]
+    return tuple((kind, tuple(experts)) for kind, experts in sorted(found.items()))
 
 
 def _layout(query: MoeQuery, rows: int, block: int, groups: int) -> Layout:
@@ -128,7 +129,9 @@ def plan(query: MoeQuery, device: Device, window: Window) -> ParityMoePlan:
     """As many experts at once as the card has room for their blocks, a block of the window's rows each."""
     groups, block = max(1, device.sms // BLOCKS_PER_EXPERT), min(window.rows, window.block)
     size = layout_bytes(_layout(query, window.rows, block, groups))
-    return ParityMoePlan(query=query, rows=window.rows, block=block, groups=groups, workspace_bytes=size)
+    return ParityMoePlan(
+        query=query, rows=window.rows, block=block, groups=groups, tiers=_tiers(query), workspace_bytes=size
+    )
 
 
 def prepare(query: MoeQuery, weights: tuple[ExpertSlice, ...]) -> dict[str, torch.Tensor]:
@@ -140,8 +143,9 @@ def prepare(query: MoeQuery, weights: tuple[ExpertSlice, ...]) -> dict[str, torc
     """
     device = weights[0].w2_trellis.device
     places = torch.tensor([_places(query, shard) for shard in ("w1", "w3", "w2")])
-    tiers = torch.full((len(_tiers(query)), query.experts), query.experts)
-    for row, (_, experts) in enumerate(_tiers(query)):
+    kinds = _tiers(query)
+    tiers = torch.full((len(kinds), query.experts), query.experts)
+    for row, (_, experts) in enumerate(kinds):
         tiers[row, list(experts)] = torch.tensor(experts)
     slabs_of = {f"slice{i}_{kind}": getattr(part, kind) for i, part in enumerate(weights) for kind in KINDS}
     return slabs_of | {"places": places.to(device), "tiers": tiers.to(device)}
@@ -213,7 +217,7 @@ def launches(
     """What to launch for a routing [m, top_k]: each tier, and of it every expert's n-th block of rows together."""
     experts, scores = plan.query.experts, topk_weights.flatten()
     known, nobody = ids.clamp(0).flatten(), (ids < 0).flatten()
-    for row, ((rates, books), _) in enumerate(_tiers(plan.query)):
+    for row, ((rates, books), _) in enumerate(plan.tiers):
         keys = prepared["tiers"][row][known].masked_fill(nobody, experts)
         order = keys.argsort(stable=True)
         found = keys[order]
@@ -262,12 +266,12 @@ def warm(plan: ParityMoePlan, prepared: Mapping[str, torch.Tensor], arena: torch
     """One row of one expert of each tier, so that the kernel that serves it is loaded."""
     query, device = plan.query, arena.device
     x = torch.zeros(1, query.hidden, dtype=getattr(torch, query.io_dtype), device=device)
-    for _, experts in _tiers(query):
+    for _, experts in plan.tiers:
         ids = torch.full((1, query.top_k), -1, dtype=torch.int32, device=device)
         ids[0, 0] = experts[0]
         run(plan, prepared, arena, x, torch.zeros_like(ids, dtype=torch.float32), ids, torch.empty_like(x))
     torch.cuda.synchronize(device)
-    return len(_tiers(query))
+    return len(plan.tiers)
 
 
 def check(query: MoeQuery, device: torch.device) -> None:
