@@ -107,6 +107,15 @@ def test_error_is_not_above_exllamav3(book: str, rate: float) -> None:
         assert error(fused(of, x), of.truth(x)) <= error(theirs, of.truth(x))
 
 
+@pytest.mark.skipif(importlib.util.find_spec("exllamav3_ext") is None, reason="exllamav3_ext is not installed")
+def test_parity_takes_any_number_of_rows() -> None:
+    of = layer(K, N, 3.0, "mcg")
+    for rows in (ops.PARITY_ROWS, ops.PARITY_ROWS + 1, 3000):
+        x = activations(rows)
+        y = ops.parity_linear(x, of.trellis.view(-1), of.suh, of.svh, K, of.shard, ops.CODEBOOK_CODES["mcg"])
+        assert error(y, of.truth(x)) < 2e-3, f"{rows} rows"
+
+
 def test_short_inputs_count_as_zeros_and_outputs_are_cut() -> None:
     of = layer(K, N, 3.0, "mcg")
     code = ops.CODEBOOK_CODES["mcg"]

@@ -23,6 +23,7 @@ SHARD_INTS = 4  # n, first, width, 2 * rate
 ROW_TILES = (8, 16, 32, 64, 128)  # rows of x the fused kernels take at once; the last may repeat
 MANY_TILE = 256  # rows of SM90's kernel for many rows
 MANY_SLICE = 2048  # most rows of one call of it, which bounds its scratch
+PARITY_ROWS = 144  # most that exllamav3 gives its fused kernel, whose trials of itself take minutes at thousands
 
 
 @functools.cache
@@ -154,26 +155,41 @@ def _parity_linear(
     shards: list[int],
     codebook: int,
 ) -> torch.Tensor:
-    """The same product by exllamav3's own kernel, one call a shard, fp32 accumulators written out.
+    """The same product as exllamav3 computes it, a shard at a time.
 
     Raises RuntimeError during graph capture: its first call for a shape measures, which allocates and synchronizes.
     """
-    import exllamav3_ext
-
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("backend exllamav3 cannot be captured into a CUDA graph: use --enforce-eager")
     a = torch.nn.functional.pad(x.half(), (0, k - x.shape[1])).contiguous()
-    rotated, outputs, words, column = torch.empty_like(a), [], 0, 0
+    outputs, words, column = [], 0, 0
     for index in range(len(shards) // SHARD_INTS):
         n, first, width, rate2 = shards[SHARD_INTS * index : SHARD_INTS * (index + 1)]
         size = k * n // 256 * 8 * rate2
         tiles = trellis[words : words + size].view(k // 16, n // 16, 8 * rate2)
-        c = torch.empty(x.shape[0], n, dtype=torch.float32, device=x.device)
-        suh_of, svh_of = suh[k * index : k * (index + 1)], svh[column : column + n]
-        exllamav3_ext.exl3_gemm(a, tiles, c, suh_of, rotated, svh_of, -1, codebook == 1, codebook == 2, 0)
+        c = _parity_product(a, tiles, suh[k * index : k * (index + 1)], svh[column : column + n], codebook)
         outputs.append(c[:, first : first + width])
         words, column = words + size, column + n
     return torch.cat(outputs, dim=1).to(x.dtype)
+
+
+def _parity_product(
+    a: torch.Tensor, tiles: torch.Tensor, suh: torch.Tensor, svh: torch.Tensor, codebook: int
+) -> torch.Tensor:
+    """[m, n] f32 from a [m, k] f16 and tiles [k/16, n/16, 16*rate]; many rows by way of the decoded matrix."""
+    import exllamav3_ext
+
+    n, book, rotated = svh.shape[0], (codebook == 1, codebook == 2), torch.empty_like(a)
+    if a.shape[0] <= PARITY_ROWS:
+        c = torch.empty(a.shape[0], n, dtype=torch.float32, device=a.device)
+        exllamav3_ext.exl3_gemm(a, tiles, c, suh, rotated, svh, -1, *book, 0)
+        return c
+    dense = torch.empty(a.shape[1], n, dtype=torch.float16, device=a.device)
+    exllamav3_ext.reconstruct(dense, tiles, tiles.shape[2] / 16, *book)
+    exllamav3_ext.had_r_128(a, rotated, suh, None, 1.0)
+    c = torch.mm(rotated, dense, out_dtype=torch.float32)
+    exllamav3_ext.had_r_128(c, c, None, svh, 1.0)
+    return c
 
 
 def _fake(
