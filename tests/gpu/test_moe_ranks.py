@@ -19,11 +19,12 @@ pytestmark = [
 ]
 
 TENSOR = {"tensor_parallel_size": 2}
+# Hopper's sparse attention takes part in context parallelism with this cache and this exchange only.
+CONTEXT = {"decode_context_parallel_size": 2, "kv_cache_dtype": "fp8_ds_mla", "dcp_comm_backend": "ag_rs"}
 MODES: dict[str, dict[str, Any]] = {
     "tensor": TENSOR | drafting(3),
     "pipeline": {"pipeline_parallel_size": 2},
-    # Hopper's sparse attention takes part in context parallelism with this cache only.
-    "context": TENSOR | drafting(1) | {"decode_context_parallel_size": 2, "kv_cache_dtype": "fp8_ds_mla"},
+    "context": TENSOR | drafting(1) | CONTEXT,
 }
 
 
