@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from vllm.model_executor.layers.quantization.exl3_trellis.plan import Activation
 
 HOPPER = Device(kind="cuda", sm=90, sms=132, smem=232_448)
 LAYER = query([3] * 4, 256, 128, 2)
-HEADER = Path(__file__).resolve().parents[2] / "csrc" / "exl3" / "moe.h"
+SOURCES = Path(__file__).resolve().parents[2] / "csrc" / "exl3"
 TWO_BOOKS = Bank(rates=(3.0,) * 4, codebooks=("mcg", "mcg", "mul1", "mcg"))
 
 REFUSALS = [
@@ -53,10 +54,13 @@ def test_the_table_says_where_every_expert_lies():
 
 
 def test_numbers_agree_with_the_sources():
-    header = HEADER.read_text(encoding="utf-8")
+    text = "".join((SOURCES / name).read_text(encoding="utf-8") for name in ("moe.h", "moe_few.cuh"))
     for name, number in (
         ("kMaxSlices", ops_moe.MAX_SLICES),
         ("kMaxExperts", ops_moe.MAX_EXPERTS),
         ("kDecodeRows", native_moe.DECODE_BLOCK),
+        ("kFewBlocksPerSm", native_moe.DECODE_BLOCKS_PER_SM),
     ):
-        assert f"{name} = {number};" in header
+        assert f"{name} = {number};" in text
+    stages = int(re.search(r"kFewStages = (\d+)", text)[1])
+    assert stages * 8 * 8 * 16 == native_moe.DECODE_RATE2_BYTES  # of 8 x 8 tiles, 16 bytes each for half a bit

@@ -68,7 +68,8 @@ struct cudaLaunchConfig_t {
   cudaLaunchAttribute* attrs;
   unsigned numAttrs;
 };
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8, cudaFuncAttributePreferredSharedMemoryCarveout = 9 };
+constexpr int cudaSharedmemCarveoutMaxShared = 100;
 
 inline cudaError_t& last_launch() {
   static cudaError_t status = cudaSuccess;
@@ -77,7 +78,8 @@ inline cudaError_t& last_launch() {
 inline cudaError_t cudaGetLastError() { return std::exchange(last_launch(), cudaSuccess); }
 
 template <class... P>
-cudaError_t cudaFuncSetAttribute(void (*kernel)(P...), cudaFuncAttribute, int value) {
+cudaError_t cudaFuncSetAttribute(void (*kernel)(P...), cudaFuncAttribute attribute, int value) {
+  if (attribute == cudaFuncAttributePreferredSharedMemoryCarveout) return cudaSuccess;  // caches are not emulated
 #if defined(EXL3_WARPGROUP) && EXL3_WARPGROUP
   constexpr int most = emulate::kLargestSharedBytes;
 #else

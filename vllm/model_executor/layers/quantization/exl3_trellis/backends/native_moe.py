@@ -31,7 +31,9 @@ MIN_SM = 80  # mma.sync m16n8k16 and cp.async
 # The widest prefill kernel at 8 bits: two stages of 128 rows of x and of 128 x 128 weights, and what aligns them.
 SHARED_BYTES = 2 * (128 * 256 + 16_384) + 1_024
 IO_TYPES = ("float16", "bfloat16", "float32")
-BLOCKS_PER_SM = 2  # what the registers of the kernels allow
+BLOCKS_PER_SM = 2  # what the registers of the prefill kernels allow
+DECODE_BLOCKS_PER_SM = 4  # and of the decode kernel, if its shared memory does:
+DECODE_FIXED_BYTES, DECODE_RATE2_BYTES = 6_224, 3_072  # of a block, and for each half bit of the largest rate
 DECODE_BLOCK = 8
 PREFILL_TILES = (16, 32, 64, 128)
 PASSES = 4  # of gate and up and a slice, at capacity: a quarter of the routes still fills the card
@@ -104,8 +106,7 @@ def plan(query: MoeQuery, device: Device, window: Window) -> NativeMoePlan:
         weight_on_input=query.weight_on_input,
         activation=ops_moe.ACTIVATIONS[query.activation.name],
     )
-    grid, rows = BLOCKS_PER_SM * device.sms, window.rows
-    cut = _decode(query, rows, grid) if window.name == "decode" else _prefill(query, rows, grid)
+    cut = _decode(query, window.rows, device) if window.name == "decode" else _prefill(query, window.rows, device)
     limit = math.inf if query.activation.limit is None else query.activation.limit
     return NativeMoePlan(
         sizes=sizes,
@@ -113,14 +114,16 @@ def plan(query: MoeQuery, device: Device, window: Window) -> NativeMoePlan:
         slices=query.slices,
         numbers=(limit, query.activation.alpha, query.activation.beta),
         dependent=device.sm >= 90,
-        rows=rows,
+        rows=window.rows,
         io_dtype=query.io_dtype,
-        workspace_bytes=ops_moe.arena_bytes(rows, query.slices, sizes, cut),
+        workspace_bytes=ops_moe.arena_bytes(window.rows, query.slices, sizes, cut),
     )
 
 
-def _decode(query: MoeQuery, rows: int, grid: int) -> Cut:
+def _decode(query: MoeQuery, rows: int, device: Device) -> Cut:
     """One pass of everything; depth cut so that one row's experts occupy the card, the same for every row count."""
+    block_bytes = DECODE_FIXED_BYTES + DECODE_RATE2_BYTES * round(2 * max(query.rates))
+    grid = device.sms * max(1, min(DECODE_BLOCKS_PER_SM, device.smem // block_bytes))
     items = query.top_k * query.slices * 2 * query.width // BLOCK
     parts = max(1, min(grid // items, query.k // BLOCK))
     return Cut(
@@ -133,7 +136,7 @@ def _decode(query: MoeQuery, rows: int, grid: int) -> Cut:
     )
 
 
-def _prefill(query: MoeQuery, rows: int, grid: int) -> Cut:
+def _prefill(query: MoeQuery, rows: int, device: Device) -> Cut:
     """Windows of routes and ranges of columns whose memory is a fraction of the whole, and the same for both."""
     routes = max(1, rows * query.top_k)
     window = max(min(routes, LEAST_WINDOW), -(-routes // (PASSES * query.slices)))
@@ -145,7 +148,7 @@ def _prefill(query: MoeQuery, rows: int, grid: int) -> Cut:
         parts=1,
         window=window,
         down_columns=max(BLOCK, min(columns, query.k)),
-        grid=grid,
+        grid=BLOCKS_PER_SM * device.sms,
     )
 
 
