@@ -118,7 +118,7 @@ static __global__ void __launch_bounds__(32 * kFewMiddleWarps)
                       (static_cast<int64_t>(place) * args.slices + slice) * kMatrices * args.width +
                       block * kBlockColumns + lane * 4;
   const int64_t part_sums = static_cast<int64_t>(arena.window) * args.slices * kMatrices * args.width;
-#pragma unroll 4
+#pragma unroll 8
   for (int part = 0; part < args.parts; ++part) {
 #pragma unroll
     for (int matrix = 0; matrix < kMatrices; ++matrix) {
