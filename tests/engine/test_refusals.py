@@ -156,6 +156,15 @@ def test_option_is_refused(engine, checkpoint, options, message):
         engine(checkpoint, **options)
 
 
+def test_an_eagle_head_stored_as_exl3_is_refused(engine, checkpoint):
+    speculation = {"method": "eagle", "model": str(checkpoint), "num_speculative_tokens": 1}
+    message = "--speculative-config of method eagle: want its head unquantized, this one is EXL3"
+    with pytest.raises(Exception, match=re.escape(message)):
+        engine(
+            checkpoint, speculative_config={"method": "eagle", "model": str(checkpoint), "num_speculative_tokens": 1}
+        )
+
+
 def test_variables_that_contradict_each_other_are_refused(engine, checkpoint, monkeypatch):
     monkeypatch.setenv("VLLM_EXL3_FUSED", "0")
     monkeypatch.setenv("VLLM_EXL3_BACKEND", "native")

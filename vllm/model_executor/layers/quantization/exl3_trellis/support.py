@@ -22,6 +22,7 @@ logger = init_logger(__name__)
 FUSED_BACKENDS = ("native", "b12x")  # what VLLM_EXL3_FUSED=0 turns off
 # Formats that stream the checkpoint's own tensors. The others store weights of another kind, or vLLM's own state.
 GPU_LOAD_FORMATS = ("fastsafetensors", "instanttensor")
+EAGLE = ("eagle", "eagle3")  # methods whose heads vLLM numbers after the target's layers, not as they are stored
 LOAD_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "dummy")
 
 
@@ -41,6 +42,9 @@ def require_supported(vllm_config: VllmConfig, experts: bool) -> None:
         refused.append(f"VLLM_EXL3_FUSED=0 with VLLM_EXL3_BACKEND={envs.VLLM_EXL3_BACKEND}: want one of the two unset")
     if envs.VLLM_EXL3_BACKEND == "b12x" and not experts:
         refused.append("VLLM_EXL3_BACKEND=b12x: it runs routed experts only, and this checkpoint has none")
+    draft = vllm_config.speculative_config
+    if draft is not None and draft.method in EAGLE and draft.draft_model_config.quantization == "exl3":
+        refused.append(f"--speculative-config of method {draft.method}: want its head unquantized, this one is EXL3")
     parallel = vllm_config.parallel_config
     if parallel.enable_expert_parallel or parallel.enable_eplb:
         flag = "--enable-eplb" if parallel.enable_eplb else "--enable-expert-parallel"
