@@ -160,9 +160,7 @@ def test_an_eagle_head_stored_as_exl3_is_refused(engine, checkpoint):
     speculation = {"method": "eagle", "model": str(checkpoint), "num_speculative_tokens": 1}
     message = "--speculative-config of method eagle: want its head unquantized, this one is EXL3"
     with pytest.raises(Exception, match=re.escape(message)):
-        engine(
-            checkpoint, speculative_config={"method": "eagle", "model": str(checkpoint), "num_speculative_tokens": 1}
-        )
+        engine(checkpoint, speculative_config=speculation)
 
 
 def test_variables_that_contradict_each_other_are_refused(engine, checkpoint, monkeypatch):
