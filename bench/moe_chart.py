@@ -3,28 +3,22 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
+
+from bench.chart import plot
 
 COLOURS = {"native": "C3", "b12x": "C0", "exl3_moe": "C1", "exl3_moe_coop": "C2", "bf16": "0.5"}
 
 
 def main(argv: list[str]) -> int:
     """Draw times against rows, for every peer, with the floor below."""
-    path = Path(argv[0])
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        print(f"no plot: matplotlib is not installed; later: python -m bench.moe_chart {path}")
-        return 0
-    mpl.use("Agg")
-    from matplotlib import pyplot
+    return plot(Path(argv[0]), "bench.moe_chart", figure_of)
 
-    result = json.loads(path.read_text())
-    if not result["rows"]:
-        return 0
+
+def figure_of(result: dict[str, Any], pyplot: Any) -> Any:
+    """All panels."""
     rates = sorted({str(row["K"]) for row in result["rows"]}, key=lambda rate: (len(rate), rate))
     routings = sorted({row["routing"] for row in result["rows"]})
     size = (4.4 * len(routings), 3.6 * len(rates))
@@ -40,10 +34,7 @@ def main(argv: list[str]) -> int:
         line[0].set_ylabel("µs a layer")
     axes[0][0].legend(fontsize="small")
     figure.suptitle(f"{result['card']}, torch {result['versions']['torch']}: 256 experts, 6144 × 512, top 8")
-    figure.tight_layout()
-    figure.savefig(path.with_suffix(".png"), dpi=110)
-    print(f"wrote {path.with_suffix('.png')}")
-    return 0
+    return figure
 
 
 def draw(axis: Any, rows: list[dict[str, Any]]) -> None:
