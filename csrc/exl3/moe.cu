@@ -12,17 +12,16 @@ namespace {
 cudaError_t launch_prefill(const MoeCall& call, bool dependent, cudaStream_t stream) {
   const MoeArgs& args = call.args;
   const MoeArena& arena = call.arena;
-  const int rows = call.by_row ? args.m : arena.window;
-  const int input_blocks = over(rows * over(args.k / kHadamard, kOctet), kInputWarps);
+  const int middle_blocks = over(arena.window * args.slices * args.width / kBlockColumns, kOctet * kMiddleWarps);
   const auto grid = [&](dim3 blocks, int warps) { return Launch(blocks, 32 * warps, 0, dependent, stream); };
-  cudaError_t status = enqueue(grid(1, kRouteThreads / 32), moe_route_kernel, call);
+  cudaError_t status = cudaSuccess;
+  if (arena.chunks > 1) status = enqueue(grid(arena.chunks, kRouteThreads / 32), moe_count_kernel, call);
+  if (status == cudaSuccess) status = enqueue(grid(arena.chunks, kRouteThreads / 32), moe_route_kernel, call);
   for (int window = 0; window < arena.windows && status == cudaSuccess; ++window) {
     if (window == 0 || !call.by_row)
-      status = enqueue(grid(dim3(input_blocks, args.slices), kInputWarps), moe_input_kernel, call, rows, window);
+      status = enqueue(grid(dim3(args.grid, args.slices), kInputWarps), moe_input_kernel, call, window);
     if (status == cudaSuccess) status = launch_moe_prefill(call, into_stage(call, window), dependent, stream);
-    const int here = window + 1 < arena.windows ? args.window : arena.routes - window * args.window;
-    const int blocks = over(args.slices * args.width / kBlockColumns, kMiddleWarps);
-    if (status == cudaSuccess) status = enqueue(grid(dim3(here, blocks), kMiddleWarps), moe_middle_kernel, call, window);
+    if (status == cudaSuccess) status = enqueue(grid(middle_blocks, kMiddleWarps), moe_middle_kernel, call, window);
   }
   for (int pass = 0; pass < arena.passes && status == cudaSuccess; ++pass) {
     const int each = args.down_columns / kBlockColumns, first = pass * each;

@@ -1,68 +1,113 @@
-// Between and after the products: activation, and the weighted sum of a row's experts.
+// Between and after the products for many rows: activation, and the weighted sum of a row's experts.
 #pragma once
 
 #include "moe_rotate.cuh"
 
 namespace exl3 {
 
+// Sums lie in the order of the tensor cores: the eight of a lane's piece are channels first_channel and the next three,
+// and those + 8, in turn. So point 4q + 2 half + i of a piece is channel 2q + half + 8i from the first.
+__device__ __forceinline__ int first_channel_of(int lane, int piece) {
+  const int place = first_point(lane, piece);
+  return place / kTile * kTile + place % kTile / 2;
+}
+
+// The eight factors of a piece, [i][2q + half].
+struct PieceFactors {
+  uint2 four[2];
+  __device__ __forceinline__ PieceFactors(const __half* s, int channel)
+      : four{*reinterpret_cast<const uint2*>(s + channel), *reinterpret_cast<const uint2*>(s + channel + 8)} {}
+  __device__ __forceinline__ float operator()(int i, int of_four) const {
+    const float2 pair = half_pair(of_four < 2 ? four[i].x : four[i].y);
+    return of_four % 2 ? pair.y : pair.x;
+  }
+};
+
 constexpr int kMiddleWarps = 4, kCombineWarps = 4;
 
-// middle <- had(act(gate, up) * suh), one warp a (route, slice, 128 channels). Grid: (window, ceil(blocks / 4)).
-static __global__ void __launch_bounds__(32 * kMiddleWarps)
-    moe_middle_kernel(const __grid_constant__ MoeCall call, int window) {
-  wait_for_previous_grid();
-  allow_next_grid();
+// middle <- had(act(gate, up) * suh). A warp has eight (route, slice, 128 channels), gate in one set of groups and up in
+// the other; then what is transformed, rounded to fp16, in one and what the rounding left out in the other.
+template <MoeActivation kKind>
+__device__ __forceinline__ void make_middle(const MoeCall& call, int window) {
   const MoeArgs& args = call.args;
   const MoeArena& arena = call.arena;
   const int blocks = args.width / kBlockColumns, lane = threadIdx.x % 32;
-  const int at = blockIdx.y * kMiddleWarps + threadIdx.x / 32, slice = at / blocks, block = at % blocks;
-  const int place = window * args.window + blockIdx.x;
-  if (slice >= args.slices || place >= *reinterpret_cast<const int*>(args.arena + arena.header)) return;
-  const int expert = reinterpret_cast<const Route*>(args.arena + arena.sorted)[place].expert;
-  const int channel = first_channel(lane);
-  float gate[4], up[4];
-  load_projection(call, expert, slice, 0, block, gate);
-  load_projection(call, expert, slice, 1, block, up);
-  float v[4];
+  const int at = (blockIdx.x * kMiddleWarps + threadIdx.x / 32) * kOctet + lane / 4;
+  const int block = at % blocks, slice = at / blocks % args.slices, source = at / blocks / args.slices;
+  const int place = window * args.window + source;
+  const bool here = source < arena.window && place < *reinterpret_cast<const int*>(args.arena + arena.header);
+  const int expert = here ? reinterpret_cast<const Route*>(args.arena + arena.sorted)[place].expert : 0;
+  const __half* sums = reinterpret_cast<const __half*>(args.arena + arena.sums) +
+                       (static_cast<int64_t>(source) * args.slices + slice) * kMatrices * args.width + block * kBlockColumns;
+  Groups in = {};
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int of_all = slice * args.width + block * kBlockColumns + channel + i % 2 * 8 + i / 2;
-    v[i] = of_all < args.intermediate ? activate(args, gate[i], up[i]) : 0.0f;
-  }
-  multiply_channels(v, static_cast<const __half*>(args.slice[slice].suh2) + static_cast<int64_t>(expert) * args.width +
-                           block * kBlockColumns,
-                    channel, 1.0f);
-  hadamard_128(v, lane);
+  for (int matrix = 0; matrix < kMatrices; ++matrix)
 #pragma unroll
-  for (int i = 0; i < 4; ++i) v[i] *= kHadamardScale;
-  unsigned char* to = args.arena + arena.middle +
-                      ((static_cast<int64_t>(place) * args.slices + slice) * args.width + block * kBlockColumns) * 2;
-  *reinterpret_cast<uint32_t*>(to + channel * 2) = pack_half2(v[0], v[2]);
-  *reinterpret_cast<uint32_t*>(to + (channel + 8) * 2) = pack_half2(v[1], v[3]);
-}
-
-// Eight neighbouring places of sums, which hold channels first_of_eight and the next three, and those + 8: in turn.
-__device__ __forceinline__ void load_sums(const unsigned char* sums, int64_t at, int sum_bytes, float (&v)[8]) {
-  if (sum_bytes == 2) return load_8(reinterpret_cast<const __half*>(sums) + at, v);
-  const float4 low = load_from_l2(reinterpret_cast<const float4*>(sums + at * 4));
-  const float4 high = load_from_l2(reinterpret_cast<const float4*>(sums + at * 4) + 1);
-  v[0] = low.x, v[1] = low.y, v[2] = low.z, v[3] = low.w, v[4] = high.x, v[5] = high.y, v[6] = high.z, v[7] = high.w;
-}
-__device__ __forceinline__ int first_of_eight(int place) { return place / kTile * kTile + place % kTile / 2; }
-
-// v <- v * scale * s for an octet's sums; s: of the group.
-__device__ __forceinline__ void multiply_octet(float (&v)[kLanePoints], const __half* s, int lane, float scale) {
+    for (int piece = 0; piece < kPieces; ++piece)
+      if (here)
+        put_piece(in, matrix, piece,
+                  *reinterpret_cast<const uint4*>(sums + matrix * args.width + first_point(lane, piece)));
+  const InnerTransform inner(lane);
+  const float scale = kHadamardScale * kHadamardScale / kInputScale / call.into_scale;
+  const __half* svh = static_cast<const __half*>(args.slice[slice].svh13) +
+                      static_cast<int64_t>(expert) * kMatrices * args.width + block * kBlockColumns;
+  const __half* suh = static_cast<const __half*>(args.slice[slice].suh2) + static_cast<int64_t>(expert) * args.width +
+                      block * kBlockColumns;
+  Groups middle;
+#pragma unroll 1
+  for (int half = 0; half < 2; ++half) {  // one copy of the code: it is run once, and fetching it takes the time
+    HalfOfGroups v;
+    transform(in, inner, half, v);
 #pragma unroll
-  for (int eight = 0; eight < kLanePoints / 8; ++eight) {
-    const int channel = first_of_eight(lane_point(lane, eight));
+    for (int piece = 0; piece < kPieces; ++piece) {
+      const int channel = first_channel_of(lane, piece) + half, of_all = slice * args.width + block * kBlockColumns + channel;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint2 read = *reinterpret_cast<const uint2*>(s + channel + 8 * half);
-      const float2 low = half_pair(read.x), high = half_pair(read.y);
-      const float four[4] = {low.x, low.y, high.x, high.y};
+      for (int q = 0; q < 2; ++q) {
+        float m[2];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) v[eight * 8 + 2 * i + half] *= four[i] * scale;
+        for (int i = 0; i < 2; ++i) {
+          const int at = channel + 2 * q + 8 * i;
+          const float(&pair)[4] = v[2 * piece + q];
+          const float gate = pair[i] * (__half2float(svh[at]) * scale);
+          const float up = pair[2 + i] * (__half2float(svh[args.width + at]) * scale);
+          const bool used = of_all + 2 * q + 8 * i < args.intermediate;
+          m[i] = used ? activate(args, kKind, gate, up) * (__half2float(suh[at]) * kHadamardScale) : 0.0f;
+        }
+        const uint32_t high = pack_half2(m[0], m[1]);
+        const float2 kept = half_pair(high);
+        const uint32_t low = pack_half2(m[0] - kept.x, m[1] - kept.y);
+        uint32_t(&to)[4] = middle[2 * piece + q];
+        if (half == 0) to[0] = high, to[1] = low;
+        else to[2] = high, to[3] = low;
+      }
     }
+  }
+  HalfOfGroups v[2];
+  transform_sum(middle, inner, 0, v[0]);
+  transform_sum(middle, inner, 1, v[1]);
+  __half* to = reinterpret_cast<__half*>(args.arena + arena.middle) +
+               (static_cast<int64_t>(place) * args.slices + slice) * args.width + block * kBlockColumns;
+#pragma unroll
+  for (int piece = 0; piece < kPieces; ++piece)
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (here)
+        *reinterpret_cast<uint2*>(to + first_channel_of(lane, piece) + 8 * i) =
+            make_uint2(pack_half2(v[0][2 * piece][i], v[1][2 * piece][i]),
+                       pack_half2(v[0][2 * piece + 1][i], v[1][2 * piece + 1][i]));
+}
+
+// Grid: ceil(window * slices * blocks / 32). The activation is asked for once: what is run stays short.
+static __global__ void __launch_bounds__(32 * kMiddleWarps, 3)
+    moe_middle_kernel(const __grid_constant__ MoeCall call, int window) {
+  wait_for_previous_grid();
+  allow_next_grid();
+  switch (call.args.activation) {
+    case MoeActivation::kSilu: return make_middle<MoeActivation::kSilu>(call, window);
+    case MoeActivation::kSiluStep: return make_middle<MoeActivation::kSiluStep>(call, window);
+    case MoeActivation::kGelu: return make_middle<MoeActivation::kGelu>(call, window);
+    case MoeActivation::kGeluTanh: return make_middle<MoeActivation::kGeluTanh>(call, window);
+    case MoeActivation::kSquaredRelu: return make_middle<MoeActivation::kSquaredRelu>(call, window);
   }
 }
 
@@ -81,9 +126,21 @@ __device__ __forceinline__ void store_outputs(const MoeArgs& args, int row, int6
     if (first + i < args.hidden) store(args.y, at + i, args.io_type, v[i]);
 }
 
-// y <- the sum over a row's slots, in their order. One warp an octet of a row's columns, from block first_column on.
-// Grid: ceil(m * octets / 4).
-static __global__ void __launch_bounds__(32 * kCombineWarps)
+// Where the sums of a row's slot are, -1: nowhere; whose svh they take, and what they are multiplied by.
+struct SlotSums {
+  int place, expert;
+  float weight;
+};
+__device__ __forceinline__ SlotSums slot_sums(const MoeArgs& args, const int* places, int row, int slot, float scale) {
+  if (slot >= args.top_k) return {-1, 0, 0.0f};
+  const int route = row * args.top_k + slot, place = places[slot], expert = args.shared_h ? 0 : expert_of(args, route);
+  const float weight = args.weight_on_input ? scale : args.weights[route] * scale;
+  return {place, expert < 0 ? 0 : expert, place < 0 ? 0.0f : weight};
+}
+
+// y <- the sum over a row's slots, in their order. A warp has an octet of a row's columns, from block first_column on, of
+// two slots at a time: of one in one set of groups, of the next in the other. Grid: ceil(m * octets / 4).
+static __global__ void __launch_bounds__(32 * kCombineWarps, 3)
     moe_combine_kernel(const __grid_constant__ MoeCall call, int first_column, int columns) {
   wait_for_previous_grid();
   allow_next_grid();
@@ -93,48 +150,57 @@ static __global__ void __launch_bounds__(32 * kCombineWarps)
   const int lane = threadIdx.x % 32, row = at / octets, column = at % octets * kOctet + lane / 4;
   if (row >= args.m) return;
   const bool here = column < columns;
-  const int64_t block = static_cast<int64_t>(first_column + column) * kBlockColumns;
+  const int64_t block = here ? static_cast<int64_t>(first_column + column) * kBlockColumns : 0;
   const float scale = kHadamardScale / call.down_scale;
   const int* places = reinterpret_cast<const int*>(args.arena + arena.places) + row * args.top_k;
-  float y[kLanePoints] = {};
+  const __half* outputs = reinterpret_cast<const __half*>(args.arena + arena.outputs) + column * kBlockColumns;
+  const InnerTransform inner(lane);
+  float y[2][2 * kPieces][2] = {};
 #pragma unroll 1
   for (int slice = 0; slice < args.slices; ++slice) {
     const __half* svh = static_cast<const __half*>(args.slice[slice].svh2) + block;
-    float v[kLanePoints] = {};
+    SlotSums next[2] = {slot_sums(args, places, row, 0, scale), slot_sums(args, places, row, 1, scale)};
 #pragma unroll 1
-    for (int slot = 0; slot < args.top_k; ++slot) {
-      const int route = row * args.top_k + slot, place = places[slot];
-      if (place < 0) continue;
-      const float weight = args.weight_on_input ? scale : args.weights[route] * scale;
-      const int64_t sums = ((static_cast<int64_t>(place) * args.slices + slice) * columns + column) * kBlockColumns;
+    for (int slot = 0; slot < args.top_k; slot += 2) {
+      const SlotSums now[2] = {next[0], next[1]};
+      Groups in = {};
 #pragma unroll
-      for (int eight = 0; eight < kLanePoints / 8; ++eight) {
-        float read[8] = {};
-        if (here) load_sums(args.arena + arena.outputs, sums + lane_point(lane, eight), arena.sum_bytes, read);
+      for (int set = 0; set < 2; ++set) {
+        const __half* from = outputs + (static_cast<int64_t>(now[set].place) * args.slices + slice) * columns * kBlockColumns;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) v[eight * 8 + i] = args.shared_h ? fmaf(read[i], weight, v[eight * 8 + i]) : read[i];
+        for (int piece = 0; piece < kPieces; ++piece)
+          if (here && now[set].place >= 0)
+            put_piece(in, set, piece, *reinterpret_cast<const uint4*>(from + first_point(lane, piece)));
       }
-      if (args.shared_h) continue;  // one transform for all
-      hadamard_octet(v, lane);
-      if (here) multiply_octet(v, svh + static_cast<int64_t>(expert_of(args, route)) * args.k, lane, weight);
 #pragma unroll
-      for (int i = 0; i < kLanePoints; ++i) y[i] += v[i];
+      for (int set = 0; set < 2; ++set) next[set] = slot_sums(args, places, row, slot + 2 + set, scale);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        HalfOfGroups v;
+        transform(in, inner, half, v);
+#pragma unroll
+        for (int set = 0; set < 2; ++set)
+#pragma unroll
+          for (int piece = 0; piece < kPieces; ++piece) {
+            const PieceFactors s(svh + static_cast<int64_t>(now[set].expert) * args.k, first_channel_of(lane, piece));
+#pragma unroll
+            for (int q = 0; q < 2; ++q)
+#pragma unroll
+              for (int i = 0; i < 2; ++i) {
+                float& sum = y[half][2 * piece + q][i];
+                sum = fmaf(v[2 * piece + q][2 * set + i], s(i, 2 * q + half) * now[set].weight, sum);
+              }
+          }
+      }
     }
-    if (!args.shared_h) continue;
-    hadamard_octet(v, lane);
-    if (here) multiply_octet(v, svh, lane, 1.0f);
-#pragma unroll
-    for (int i = 0; i < kLanePoints; ++i) y[i] += v[i];
   }
   if (!here) return;
 #pragma unroll
-  for (int eight = 0; eight < kLanePoints / 8; ++eight)
+  for (int piece = 0; piece < kPieces; ++piece)
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float four[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) four[i] = y[eight * 8 + 2 * i + half];
-      store_outputs(args, row, block + first_of_eight(lane_point(lane, eight)) + 8 * half, four);
+    for (int i = 0; i < 2; ++i) {
+      const float four[4] = {y[0][2 * piece][i], y[1][2 * piece][i], y[0][2 * piece + 1][i], y[1][2 * piece + 1][i]};
+      store_outputs(args, row, block + first_channel_of(lane, piece) + 8 * i, four);
     }
 }
 

@@ -22,9 +22,12 @@ struct alignas(8) Route {
   int route, expert;  // route: row * top_k + slot
 };
 
+constexpr int kChunkRoutes = 2048;  // routes that one thread block of the prefill plan sorts
+
 struct MoeArena {
   int64_t header;   // int [2 + passes]: routes that are somebody's; then the first block of each window, then of none
   int64_t blocks;   // MoeBlock []
+  int64_t counts;   // int [chunks][experts]: routes of each, where there are several chunks
   int64_t sorted;   // Route [routes]
   int64_t places;   // int [routes]: place of each route in the sorted list, -1: nobody's
   int64_t inputs;   // [source rows][slice][gate, up][k] fp16, each twice in the decode plan: see kTwice
@@ -33,6 +36,7 @@ struct MoeArena {
   int64_t middle;   // [routes][slice][width] fp16, each twice in the decode plan
   int64_t bytes;
   int routes, windows, window, passes;  // windows: of routes; passes: of columns
+  int chunks;                           // that are sorted by a thread block each
   int twice, sum_bytes;                 // fp16 entries an input takes; bytes of a sum
 
   static int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
@@ -43,6 +47,7 @@ struct MoeArena {
     routes = args.m * args.top_k;
     window = args.window < routes ? args.window : routes;
     windows = window ? (routes + args.window - 1) / args.window : 0;
+    chunks = args.decode || routes <= kChunkRoutes ? 1 : (routes + kChunkRoutes - 1) / kChunkRoutes;
     passes = (args.k + args.down_columns - 1) / args.down_columns;
     twice = args.decode && static_cast<Codebook>(args.codebook) != Codebook::kMul1 ? 2 : 1;
     sum_bytes = args.decode ? 4 : 2;
@@ -53,7 +58,8 @@ struct MoeArena {
     const int64_t most_blocks = routes / kDecodeRows + (routes < args.experts ? routes : args.experts) + windows;
     header = 0;
     blocks = aligned(4 * (2 + windows));
-    sorted = aligned(blocks + most_blocks * static_cast<int64_t>(sizeof(MoeBlock)));
+    counts = aligned(blocks + most_blocks * static_cast<int64_t>(sizeof(MoeBlock)));
+    sorted = aligned(counts + (chunks > 1 ? static_cast<int64_t>(chunks) * args.experts * 4 : 0));
     places = aligned(sorted + static_cast<int64_t>(routes) * sizeof(Route));
     inputs = outputs = aligned(places + 4ll * routes);
     sums = aligned(inputs + (input_bytes > output_bytes ? input_bytes : output_bytes));

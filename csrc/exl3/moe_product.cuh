@@ -125,21 +125,29 @@ struct MoeLoader {
     const int lane = threadIdx.x % 32;
     to += (threadIdx.x / 32 * kChunks + lane) * 16;
 #pragma unroll
-    for (int i = 0; i < kChunks; i += 32)
-      if (i + 32 <= kChunks || i + lane < kChunks) cp_async_16(to + i * 16, weights + i * 16);
+    for (int i = 0; i < kChunks; i += 32) {
+      // Lanes beyond the last chunk copy that one again: a branch would cost more.
+      const int at = i + 32 <= kChunks ? i : min(i, kChunks - 1 - lane);
+      cp_async_16(to + at * 16, weights + at * 16);
+    }
   }
   __device__ __forceinline__ void copy_x(SharedAddress to) {
     const int chunk = threadIdx.x % 8, row = threadIdx.x / 8 % S::kRowsAtOnce, segment = threadIdx.x / 8 / S::kRowsAtOnce;
     to += segment * S::kSegmentBytes + row * S::kSwizzled + (chunk ^ row % 8) * 16;
+    // All addresses before all copies, which the compiler sets apart from other uses of shared memory.
+    const unsigned char* const base = list.stage.x + x;
+    uint32_t at[S::kRowLoops];
+    const unsigned char* from[S::kRowLoops];
 #pragma unroll
-    for (int i = 0; i < S::kRowLoops; ++i) {
-      const uint32_t at = row_of(i);
-      if (at == kNoRow) continue;  // what lies there spoils sums that nobody stores
-      const unsigned char* from = list.stage.x + (static_cast<uint64_t>(at) * 16 + x);
+    for (int i = 0; i < S::kRowLoops; ++i) at[i] = row_of(i);
+#pragma unroll
+    for (int i = 0; i < S::kRowLoops; ++i) from[i] = base + static_cast<uint64_t>(at[i]) * 16;
+#pragma unroll
+    for (int i = 0; i < S::kRowLoops; ++i)
 #pragma unroll
       for (int s = 0; s < S::kSegments; s += S::kSegmentsAtOnce)
-        cp_async_16(to + s * S::kSegmentBytes + i * S::kRowsAtOnce * S::kSwizzled, from + s * S::kSwizzled);
-    }
+        if (at[i] != kNoRow)  // what lies there spoils sums that nobody stores
+          cp_async_16(to + s * S::kSegmentBytes + i * S::kRowsAtOnce * S::kSwizzled, from[i] + s * S::kSwizzled);
   }
 };
 
@@ -147,15 +155,33 @@ template <class S>
 using MoeSums = float[S::kGroups][4];
 
 #if EXL3_WARPGROUP
-// sums += both fragments' products, for no more rows of x than the block has, rounded up to a power of two.
-template <int kGroups, int kAll>
-__device__ __forceinline__ void multiply_groups(float (&sums)[kAll][4], const uint32_t (&a)[2][4], SharedAddress x,
-                                                int rows) {
-  if constexpr (kGroups > 4)
-    if (rows <= kGroups / 2 * kGroupRows) return multiply_groups<kGroups / 2>(sums, a, x, rows);
-  float(&some)[kGroups][4] = reinterpret_cast<float(&)[kGroups][4]>(sums);
-  warpgroup_mma(some, a[0], swizzled_descriptor(x));
-  warpgroup_mma(some, a[1], swizzled_descriptor(x + 32));
+// sums += one stage, for as many groups of rows as there are sums. One tile is decoded while the one before is multiplied.
+template <Codebook kBook, int kRate2, class S, int kGroups>
+__device__ __forceinline__ void multiply_by_warpgroup(SharedAddress weights, SharedAddress x, const LanePlace<kRate2>& place,
+                                                      float (&sums)[kGroups][4]) {
+  constexpr int kTileRowBytes = kBlockTiles * Rate<kRate2>::kTileBytes, kTilesOfSegment = S::kSwizzled / 2 / kTile;
+  const auto first = swizzled_descriptor(x);
+  uint32_t a[2][4];
+#pragma unroll
+  for (int tile = 0; tile < S::kTileRows; ++tile) {
+    decode_tile<kBook, kRate2>(SharedTile{weights + tile * kTileRowBytes}, place, a[tile % 2]);
+    warpgroup_arrive();
+    warpgroup_mma(sums, a[tile % 2],
+                  descriptor_after(first, tile / kTilesOfSegment * S::kSegmentBytes + tile % kTilesOfSegment * kTile * 2));
+    warpgroup_commit();
+    if (tile + 1 < S::kTileRows) warpgroup_wait<1>();  // the registers of the next tile are free
+  }
+  warpgroup_wait<0>();
+}
+
+// The same for no more rows than the block has, rounded up to 32.
+template <Codebook kBook, int kRate2, class S, int kGroups>
+__device__ __forceinline__ void multiply_rows(SharedAddress weights, SharedAddress x, const LanePlace<kRate2>& place, int rows,
+                                              MoeSums<S>& sums) {
+  constexpr int kLess = kGroups - 32 / kGroupRows;
+  if constexpr (kLess > 0)
+    if (rows <= kLess * kGroupRows) return multiply_rows<kBook, kRate2, S, kLess>(weights, x, place, rows, sums);
+  multiply_by_warpgroup<kBook, kRate2, S>(weights, x, place, reinterpret_cast<float(&)[kGroups][4]>(sums));
 }
 #endif
 
@@ -167,17 +193,7 @@ __device__ __forceinline__ void multiply_moe_stage(SharedAddress weights, Shared
   constexpr int kTileRowBytes = kBlockTiles * Rate<kRate2>::kTileBytes;
   if constexpr (S::kWarpgroup) {
 #if EXL3_WARPGROUP
-#pragma unroll
-    for (int step = 0; step < S::kTileRows / 2; ++step) {
-      uint32_t a[2][4];
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        decode_tile<kBook, kRate2>(SharedTile{weights + (step * 2 + half) * kTileRowBytes}, place, a[half]);
-      warpgroup_arrive();
-      multiply_groups<S::kGroups>(sums, a, x + step / 2 * S::kSegmentBytes + step % 2 * 64, rows);
-      warpgroup_commit();
-      warpgroup_wait<0>();  // the scheduler's other warps decode meanwhile; waiting later would cost registers
-    }
+    multiply_rows<kBook, kRate2, S, S::kGroups>(weights, x, place, rows, sums);
 #endif
   } else {
     // Many sums leave no registers for several steps at once.
@@ -229,10 +245,10 @@ __device__ __forceinline__ void multiply_stages(MoeLoader<S>& loader, MoeRing<S>
     __syncthreads();
     if (loader.left > 0) {
       const SharedAddress fill = ring.before(ring.read);
+      loader.copy_x(fill);
       // The item ahead mostly has this rate: let the compiler count the copies.
       if (loader.rate2 == kRate2) loader.template copy_weights<kBlockTiles * kRate2>(fill + S::kXStageBytes);
       else loader.copy_weights(fill + S::kXStageBytes, kBlockTiles * loader.rate2);
-      loader.copy_x(fill);
       loader.advance();
     }
     cp_async_commit();
@@ -305,6 +321,7 @@ __global__ void __launch_bounds__(S::kThreads, (kMoeBlocksPerSm<kBook, S>))
                  lane / 4 * 2;
 #pragma unroll
     for (int group = 0; group < S::kGroups; ++group) {
+      if (group * kGroupRows >= rows) break;
       const float(&v)[4] = sums[group];
       __half* const at = to + group * kGroupRows * width;
       if (group * kGroupRows + low < rows) store_pair(at, v[0] * stage.scale, v[2] * stage.scale);

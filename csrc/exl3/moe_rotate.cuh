@@ -1,129 +1,160 @@
-// The 128-point transform for many rows, and the inputs of gate and up rotated by it.
-//
-// hadamard_128 of one warp spends its time in shuffles. Here a lane has 32 of the 128 points, so five of the seven
-// butterflies stay in its registers, and a warp transforms eight groups at once, four lanes each: an octet.
+// The inputs of gate and up for many rows: x * suh and the transform.
 #pragma once
 
+#include "moe_transform.cuh"
 #include "moe_values.cuh"
-#include "warpgroup.cuh"
 
 namespace exl3 {
 
-constexpr int kOctet = 8;        // groups of 128 a warp transforms at once
-constexpr int kLanePoints = 32;  // point (i / 8) * 32 + (lane % 4) * 8 + i % 8 of a group is v[i] of its lane
-__device__ __forceinline__ int lane_point(int lane, int eight) { return eight * 32 + lane % 4 * 8; }
-
-// v <- H v, unscaled, for the eight groups of a warp.
-__device__ __forceinline__ void hadamard_octet(float (&v)[kLanePoints], int lane) {
-#pragma unroll
-  for (int span = 1; span < kLanePoints; span *= 2)
-#pragma unroll
-    for (int i = 0; i < kLanePoints; ++i)
-      if ((i & span) == 0) butterfly(v[i], v[i + span]);
-#pragma unroll
-  for (int bit = 1; bit < 4; bit *= 2) {
-    const float sign = lane & bit ? -1.0f : 1.0f;
-#pragma unroll
-    for (int i = 0; i < kLanePoints; ++i) v[i] = fmaf(sign, v[i], shuffle_xor(v[i], bit));
-  }
+// Eight neighbouring inputs of a row as they are, where they are 16 bits and all there.
+__device__ __forceinline__ bool plain_inputs(const MoeArgs& args, int end) {
+  return args.wide_x && end <= args.hidden && args.io_type != DataType::kFloat;
+}
+__device__ __forceinline__ uint4 load_plain(const MoeArgs& args, int row, int first) {
+  return *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(args.x) + row * args.x_stride + first);
+}
+// Times scale, as fp16.
+__device__ __forceinline__ uint32_t convert_plain(DataType type, uint32_t word, float scale) {
+  const float2 pair = type == DataType::kHalf ? half_pair(word)
+                                              : make_float2(bits_to_float(word << 16), bits_to_float(word & 0xffff0000u));
+  return pack_half2(pair.x * scale, pair.y * scale);
+}
+// Two neighbouring inputs, zero from `hidden` on, times scale, as fp16.
+__device__ __forceinline__ uint32_t load_pair(const MoeArgs& args, int row, int first, float scale) {
+  const auto at = [&](int k) { return k < args.hidden ? load(args.x, row * args.x_stride + k, args.io_type) * scale : 0.0f; };
+  return pack_half2(at(first), at(first + 1));
 }
 
-// Eight neighbouring fp16, 16-byte aligned.
-__device__ __forceinline__ void load_8(const __half* from, float (&v)[8]) {
-  const uint4 read = *reinterpret_cast<const uint4*>(from);
-  const uint32_t words[4] = {read.x, read.y, read.z, read.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 pair = half_pair(words[i]);
-    v[2 * i] = pair.x, v[2 * i + 1] = pair.y;
-  }
-}
+// Inputs are stored as H x / 16, not over sqrt(128): a power of two keeps x exact in fp16. The middle makes up for it.
+constexpr float kInputScale = 1.0f / 16;
 
-// Eight neighbouring inputs of a row, zero from `hidden` on.
-__device__ __forceinline__ void load_inputs(const MoeArgs& args, int row, int first, float (&v)[8]) {
-  const int64_t at = row * args.x_stride + first;
-  if (args.wide_x && first + 8 <= args.hidden && args.io_type != DataType::kFloat) {
-    const uint4 read = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(args.x) + at);
-    const uint32_t words[4] = {read.x, read.y, read.z, read.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (args.io_type == DataType::kHalf) {
-        const float2 pair = half_pair(words[i]);
-        v[2 * i] = pair.x, v[2 * i + 1] = pair.y;
-      } else {
-        v[2 * i] = bits_to_float(words[i] << 16), v[2 * i + 1] = bits_to_float(words[i] & 0xffff0000u);
-      }
-    }
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < 8; ++i) v[i] = first + i < args.hidden ? load(args.x, at + i, args.io_type) : 0.0f;
-}
+constexpr int kSixteen = 2 * kOctet;  // rows whose inputs a warp rotates at once
 
-// One warp: the inputs of gate and up for an octet of one source row, of routes from `window` on.
-__device__ __forceinline__ void rotate_inputs(const MoeCall& call, int source, int octet, int slice, int window) {
+// One warp: the inputs of gate and up of up to 16 rows in one group of 128. source, rows: of this lane's, -1: none.
+__device__ __forceinline__ void rotate_inputs(const MoeCall& call, const int (&source)[2], const int (&row)[2], const float (&weight)[2], int expert,
+                                              int group, int slice) {
   const MoeArgs& args = call.args;
-  const MoeArena& arena = call.arena;
-  const int lane = threadIdx.x % 32, group = octet * kOctet + lane / 4, first = group * kHadamard;
-  const bool here = group < args.k / kHadamard;
-  InputRow of{source, 0, 1.0f};
-  if (!call.by_row) {
-    const int place = window * args.window + source;
-    if (place >= *reinterpret_cast<const int*>(args.arena + arena.header)) return;
-    const Route sorted = reinterpret_cast<const Route*>(args.arena + arena.sorted)[place];
-    of = input_row(args, sorted.route, sorted.expert);
+  const int first = group * kHadamard + static_cast<int>(threadIdx.x) % 4 * 8;
+  Groups x = {};
+  if (plain_inputs(args, (group + 1) * kHadamard)) {
+    uint4 read[2][kPieces] = {};
+#pragma unroll
+    for (int set = 0; set < 2; ++set)
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece)
+        if (source[set] >= 0) read[set][piece] = load_plain(args, row[set], first + piece * 32);
+#pragma unroll
+    for (int set = 0; set < 2; ++set)
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) put_piece(x, set, piece, read[set][piece]);
+#pragma unroll
+    for (int i = 0; i < 2 * kPieces; ++i)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) x[i][r] = convert_plain(args.io_type, x[i][r], kInputScale);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 2 * kPieces; ++i)
+#pragma unroll
+      for (int r = 0; r < 4; ++r)
+        if (source[r % 2] >= 0) x[i][r] = load_pair(args, row[r % 2], first + i / 2 * 32 + i % 2 * 4 + r / 2 * 2, kInputScale);
   }
-  const int64_t pitch = static_cast<int64_t>(args.k) * 2;
-  unsigned char* to = args.arena + arena.inputs + (static_cast<int64_t>(source) * args.slices + slice) * kMatrices * pitch;
+  const InnerTransform inner(threadIdx.x % 32);
+  const __half* suh = static_cast<const __half*>(args.slice[slice].suh13) + static_cast<int64_t>(expert) * kMatrices * args.k;
+  __half* const inputs = reinterpret_cast<__half*>(args.arena + call.arena.inputs);
 #pragma unroll 1
-  for (int matrix = 0; matrix < kMatrices; ++matrix) {
-    const __half* suh = static_cast<const __half*>(args.slice[slice].suh13) +
-                        (static_cast<int64_t>(of.expert) * kMatrices + matrix) * args.k + first;
-    float v[kLanePoints];
+  for (int matrix = 0; matrix < kMatrices; ++matrix, suh += args.k) {
+    uint32_t s[2 * kPieces][2];
 #pragma unroll
-    for (int eight = 0; eight < kLanePoints / 8; ++eight) {
-      float x[8] = {}, scale[8] = {};
-      if (here) load_inputs(args, of.row, first + lane_point(lane, eight), x);
-      if (here) load_8(suh + lane_point(lane, eight), scale);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) v[eight * 8 + i] = x[i] * of.weight * scale[i];
+    for (int piece = 0; piece < kPieces; ++piece) {
+      const uint4 read = *reinterpret_cast<const uint4*>(suh + first + piece * 32);
+      s[2 * piece][0] = read.x, s[2 * piece][1] = read.y, s[2 * piece + 1][0] = read.z, s[2 * piece + 1][1] = read.w;
     }
-    hadamard_octet(v, lane);
+    uint32_t out[2][2 * kPieces][2];  // [half][as in Groups][set]
 #pragma unroll
-    for (int eight = 0; eight < kLanePoints / 8; ++eight) {
-      uint32_t out[4];
+    for (int half = 0; half < 2; ++half) {
+      HalfOfGroups v;
+      transform(x, s, inner, half, v);
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        out[i] = pack_half2(v[eight * 8 + 2 * i] * kHadamardScale, v[eight * 8 + 2 * i + 1] * kHadamardScale);
-      if (here)
-        *reinterpret_cast<uint4*>(to + matrix * pitch + (first + lane_point(lane, eight)) * 2) =
-            make_uint4(out[0], out[1], out[2], out[3]);
+      for (int i = 0; i < 2 * kPieces; ++i)
+#pragma unroll
+        for (int set = 0; set < 2; ++set)
+          out[half][i][set] = pack_half2(v[i][2 * set] * weight[set], v[i][2 * set + 1] * weight[set]);
+    }
+#pragma unroll
+    for (int set = 0; set < 2; ++set) {
+      if (source[set] < 0) continue;
+      __half* to = inputs + ((static_cast<int64_t>(source[set]) * args.slices + slice) * kMatrices + matrix) * args.k + first;
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece)
+        *reinterpret_cast<uint4*>(to + piece * 32) = make_uint4(out[0][2 * piece][set], out[1][2 * piece][set],
+                                                                out[0][2 * piece + 1][set], out[1][2 * piece + 1][set]);
     }
   }
 }
 
 constexpr int kRouteThreads = 1024;
 
+// Grid: chunks.
+static __global__ void __launch_bounds__(kRouteThreads, 1)
+    moe_count_kernel(const __grid_constant__ MoeCall call) {
+  __shared__ __align__(16) unsigned count[kMaxExperts];
+  wait_for_previous_grid();
+  allow_next_grid();
+  const int begin = static_cast<int>(blockIdx.x) * kChunkRoutes;
+  count_routes(call.args, begin, min(begin + kChunkRoutes, call.arena.routes), count);
+  unsigned* to = reinterpret_cast<unsigned*>(call.args.arena + call.arena.counts) + blockIdx.x * call.args.experts;
+  for (int expert = threadIdx.x; expert < call.args.experts; expert += kRouteThreads) to[expert] = count[expert];
+}
+
+// Grid: chunks.
 static __global__ void __launch_bounds__(kRouteThreads, 1)
     moe_route_kernel(const __grid_constant__ MoeCall call) {
   wait_for_previous_grid();
   allow_next_grid();
-  list_routes(call);
+  list_routes(call, blockIdx.x, call.arena.chunks);
 }
 
-constexpr int kInputWarps = 8;
+constexpr int kInputWarps = 6, kInputGroups = 2;  // groups of k a warp rotates one after the other
 
-// Four blocks an SM, as it was measured on SM90; elsewhere that would spill.
-constexpr int kInputBlocksPerSm = EXL3_WARPGROUP ? 4 : 2;
-
-// For many rows. Grid: (ceil(source rows * octets of k / 8), slices).
-static __global__ void __launch_bounds__(32 * kInputWarps, kInputBlocksPerSm)
-    moe_input_kernel(const __grid_constant__ MoeCall call, int rows, int window) {
+// Goes through (16 rows of a block of routes, groups of k), or where inputs belong to rows, (16 rows, groups), a warp each.
+// Grid: (any, slices).
+static __global__ void __launch_bounds__(32 * kInputWarps, 2)
+    moe_input_kernel(const __grid_constant__ MoeCall call, int window) {
   wait_for_previous_grid();
   allow_next_grid();
-  const int octets = (call.args.k / kHadamard + kOctet - 1) / kOctet;
-  const int at = blockIdx.x * kInputWarps + threadIdx.x / 32;
-  if (at < rows * octets) rotate_inputs(call, at / octets, at % octets, blockIdx.y, window);
+  const MoeArgs& args = call.args;
+  const int groups = args.k / kHadamard, lane = threadIdx.x % 32;
+  const int* first_of_window = reinterpret_cast<const int*>(args.arena + call.arena.header) + 1 + window;
+  const MoeBlock* blocks = reinterpret_cast<const MoeBlock*>(args.arena + call.arena.blocks) + (call.by_row ? 0 : first_of_window[0]);
+  const Route* sorted = reinterpret_cast<const Route*>(args.arena + call.arena.sorted);
+  const int each = call.by_row ? 1 : args.row_tile / kSixteen;  // sixteens of a block
+  const int sixteens = call.by_row ? (args.m + kSixteen - 1) / kSixteen : (first_of_window[1] - first_of_window[0]) * each;
+  const int runs = (groups + kInputGroups - 1) / kInputGroups;
+  for (int at = blockIdx.x * kInputWarps + threadIdx.x / 32; at < sixteens * runs; at += gridDim.x * kInputWarps) {
+    const int sixteen = at / runs, first_group = at % runs * kInputGroups;
+    int begin = sixteen * kSixteen, end = args.m, expert = 0;
+    if (!call.by_row) {
+      const MoeBlock& block = blocks[sixteen / each];
+      begin = block.start + sixteen % each * kSixteen, end = block.start + block.count;
+      expert = args.shared_h ? 0 : block.expert;
+    }
+    if (begin >= end) continue;
+    int source[2];
+    int row[2];
+    float weight[2];
+#pragma unroll
+    for (int set = 0; set < 2; ++set) {
+      const int place = begin + set * kOctet + lane / 4;
+      source[set] = place >= end ? -1 : call.by_row ? place : place - window * args.window;
+      row[set] = place, weight[set] = 1.0f;
+      if (call.by_row || place >= end) continue;
+      const InputRow of = input_row(args, sorted[place].route, expert);
+      row[set] = of.row, weight[set] = of.weight;
+    }
+#pragma unroll 1
+    for (int group = first_group; group < min(first_group + kInputGroups, groups); ++group)
+      rotate_inputs(call, source, row, weight, expert, group, blockIdx.y);
+  }
 }
 
 }  // namespace exl3

@@ -50,31 +50,51 @@ __device__ __forceinline__ int block_end(const MoeArgs& args, int from, int end)
 
 // The experts of this thread's next routes, all asked for at once: a thread block alone has little else to hide time in.
 constexpr int kAtOnce = 8;
-__device__ __forceinline__ void load_experts(const MoeArgs& args, const MoeArena& arena, int first,
-                                             int (&expert)[kAtOnce]) {
+__device__ __forceinline__ void load_experts(const MoeArgs& args, int first, int end, int (&expert)[kAtOnce]) {
 #pragma unroll
   for (int i = 0; i < kAtOnce; ++i) {
     const int route = first + i * static_cast<int>(blockDim.x);
-    expert[i] = route < arena.routes ? expert_of(args, route) : -1;
+    expert[i] = route < end ? expert_of(args, route) : -1;
   }
 }
 
-// One thread block sorts all routes by expert and lists the blocks. The order of an expert's routes does not matter:
-// no route's result depends on its place.
-__device__ __forceinline__ void list_routes(const MoeCall& call) {
-  const MoeArgs& args = call.args;
-  const MoeArena& arena = call.arena;
-  __shared__ __align__(16) unsigned cursor[kMaxExperts];
-  __shared__ __align__(16) float scratch[32];
+// How many routes of [begin, end) each expert has, for the whole thread block after the barrier at the end.
+__device__ __forceinline__ void count_routes(const MoeArgs& args, int begin, int end, unsigned* count) {
   const int thread = threadIdx.x, threads = blockDim.x;
-  for (int expert = thread; expert < args.experts; expert += threads) cursor[expert] = 0;
+  for (int expert = thread; expert < args.experts; expert += threads) count[expert] = 0;
   __syncthreads();
-  for (int first = thread; first < arena.routes; first += threads * kAtOnce) {
+  for (int first = begin + thread; first < end; first += threads * kAtOnce) {
     int expert[kAtOnce];
-    load_experts(args, arena, first, expert);
+    load_experts(args, first, end, expert);
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i)
-      if (expert[i] >= 0) atomic_increment(&cursor[expert[i]]);
+      if (expert[i] >= 0) atomic_increment(&count[expert[i]]);
+  }
+  __syncthreads();
+}
+
+// Sort the routes of a chunk by expert, among those of all chunks, and list the blocks if it is the first chunk. The order
+// of an expert's routes does not matter: no route's result depends on its place. One thread block each; where there is
+// more than one chunk, all of them have been counted.
+__device__ __forceinline__ void list_routes(const MoeCall& call, int chunk = 0, int chunks = 1) {
+  const MoeArgs& args = call.args;
+  const MoeArena& arena = call.arena;
+  __shared__ __align__(16) unsigned cursor[kMaxExperts];  // routes of an expert; then the place of its next in this chunk
+  __shared__ __align__(16) unsigned before[kMaxExperts];  // of them in chunks before this one
+  __shared__ __align__(16) float scratch[32];
+  const int thread = threadIdx.x, threads = blockDim.x;
+  const int begin = chunks == 1 ? 0 : chunk * kChunkRoutes, end = chunks == 1 ? arena.routes : min(begin + kChunkRoutes, arena.routes);
+  if (chunks == 1) count_routes(args, begin, end, cursor);
+  const unsigned* counts = reinterpret_cast<const unsigned*>(args.arena + arena.counts);
+  for (int expert = thread; expert < args.experts; expert += threads) {
+    unsigned all = 0, some = 0;
+#pragma unroll 8
+    for (int other = 0; chunks > 1 && other < chunks; ++other) {
+      const unsigned count = counts[other * args.experts + expert];
+      all += count, some += other < chunk ? count : 0;
+    }
+    if (chunks > 1) cursor[expert] = all;
+    before[expert] = some;
   }
   __syncthreads();
 
@@ -84,52 +104,60 @@ __device__ __forceinline__ void list_routes(const MoeCall& call) {
 #pragma unroll 1
   for (int i = 0; i < each && mine + i < args.experts; ++i) routes += cursor[mine + i];
   const int first = threads_before(routes, scratch, valid);
+  if (chunk == 0) {
+    int start = first;
+#pragma unroll 1
+    for (int i = 0; i < each && mine + i < args.experts; ++i) {
+      const int last = start + cursor[mine + i];
+      for (int from = start; from < last; from = block_end(args, from, last)) ++blocks;
+      start = last;
+    }
+    int block = threads_before(blocks, scratch, all_blocks);
+
+    int* header = reinterpret_cast<int*>(args.arena + arena.header);
+    MoeBlock* list = reinterpret_cast<MoeBlock*>(args.arena + arena.blocks);
+    if (thread == 0) header[0] = valid;
+    for (int window = thread; window <= arena.windows; window += threads)
+      if (window * args.window >= valid) header[1 + window] = all_blocks;
+    start = first;
+#pragma unroll 1
+    for (int i = 0; i < each && mine + i < args.experts; ++i) {
+      const int expert = mine + i, last = start + cursor[expert];
+      for (int from = start; from < last; ++block) {
+        const int to = block_end(args, from, last);
+        // Windows cut blocks, so a block begins where a window does.
+        if (from % args.window == 0) header[1 + from / args.window] = block;
+        list[block] = {expert,
+                       from,
+                       to - from,
+                       0,
+                       {args.table[expert], args.table[args.experts + expert], args.table[2 * args.experts + expert], 0}};
+        from = to;
+      }
+      start = last;
+    }
+  }
   int start = first;
 #pragma unroll 1
   for (int i = 0; i < each && mine + i < args.experts; ++i) {
-    const int end = start + cursor[mine + i];
-    for (int from = start; from < end; from = block_end(args, from, end)) ++blocks;
-    start = end;
-  }
-  int block = threads_before(blocks, scratch, all_blocks);
-
-  int* header = reinterpret_cast<int*>(args.arena + arena.header);
-  MoeBlock* list = reinterpret_cast<MoeBlock*>(args.arena + arena.blocks);
-  if (thread == 0) header[0] = valid;
-  for (int window = thread; window <= arena.windows; window += threads)
-    if (window * args.window >= valid) header[1 + window] = all_blocks;
-  start = first;
-#pragma unroll 1
-  for (int i = 0; i < each && mine + i < args.experts; ++i) {
-    const int expert = mine + i, end = start + cursor[expert];
-    cursor[expert] = start;
-    for (int from = start; from < end; ++block) {
-      const int to = block_end(args, from, end);
-      // Windows cut blocks, so a block begins where a window does.
-      if (from % args.window == 0) header[1 + from / args.window] = block;
-      list[block] = {expert,
-                     from,
-                     to - from,
-                     0,
-                     {args.table[expert], args.table[args.experts + expert], args.table[2 * args.experts + expert], 0}};
-      from = to;
-    }
-    start = end;
+    const int next = start + cursor[mine + i];
+    cursor[mine + i] = start + before[mine + i];
+    start = next;
   }
   __syncthreads();
 
   Route* sorted = reinterpret_cast<Route*>(args.arena + arena.sorted);
   int* places = reinterpret_cast<int*>(args.arena + arena.places);
-  for (int first = thread; first < arena.routes; first += threads * kAtOnce) {
+  for (int first = begin + thread; first < end; first += threads * kAtOnce) {
     int expert[kAtOnce], place[kAtOnce];
-    load_experts(args, arena, first, expert);
+    load_experts(args, first, end, expert);
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i)
       place[i] = expert[i] >= 0 ? static_cast<int>(atomic_increment(&cursor[expert[i]])) : -1;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int route = first + i * threads;
-      if (route < arena.routes) places[route] = place[i];
+      if (route < end) places[route] = place[i];
       if (place[i] >= 0) sorted[place[i]] = {route, expert[i]};
     }
   }

@@ -32,17 +32,10 @@ __device__ __forceinline__ void load_sums(const unsigned char* sums, int64_t at,
 // Sums lie so that a lane's four belong to channels `channel`, + 8, + 1 and + 9 of the 128.
 __device__ __forceinline__ int first_channel(int lane) { return lane / 4 * kTile + lane % 4 * 2; }
 
-// v <- v * scale * s for channels of that order; s begins at the block.
-__device__ __forceinline__ void multiply_channels(float (&v)[4], const __half* s, int channel, float scale) {
-  const float2 low = half_pair(*reinterpret_cast<const uint32_t*>(s + channel));
-  const float2 high = half_pair(*reinterpret_cast<const uint32_t*>(s + channel + 8));
-  v[0] *= low.x * scale, v[2] *= low.y * scale, v[1] *= high.x * scale, v[3] *= high.y * scale;
-}
-
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
-__device__ __forceinline__ float activate(const MoeArgs& args, float gate, float up) {
-  switch (args.activation) {
+__device__ __forceinline__ float activate(const MoeArgs& args, MoeActivation kind, float gate, float up) {
+  switch (kind) {
     case MoeActivation::kSilu:
       gate = fminf(gate, args.limit);
       up = fminf(fmaxf(up, -args.limit), args.limit);
@@ -57,28 +50,8 @@ __device__ __forceinline__ float activate(const MoeArgs& args, float gate, float
   gate = fmaxf(gate, 0.0f);
   return gate * gate * up;
 }
-
-// Gate (matrix 0) or up (1) of a route, four channels a lane: its parts added in ascending order of k, then H and svh.
-__device__ __forceinline__ void load_projection(const MoeCall& call, int expert, int slice, int matrix, int block,
-                                                float (&v)[4]) {
-  const MoeArgs& args = call.args;
-  const int lane = threadIdx.x % 32;
-  const unsigned char* sums = args.arena + call.arena.sums;
-  const int64_t at = ((static_cast<int64_t>(blockIdx.x) * args.slices + slice) * kMatrices + matrix) * args.width +
-                     block * kBlockColumns + lane * 4;
-  const int64_t part_sums = static_cast<int64_t>(call.arena.window) * args.slices * kMatrices * args.width;
-  load_sums(sums, at, call.arena.sum_bytes, v);
-#pragma unroll 4
-  for (int part = 1; part < args.parts; ++part) {
-    float more[4];
-    load_sums(sums, at + part * part_sums, call.arena.sum_bytes, more);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) v[i] += more[i];
-  }
-  hadamard_128(v, lane);
-  const __half* svh = static_cast<const __half*>(args.slice[slice].svh13) +
-                      (static_cast<int64_t>(expert) * kMatrices + matrix) * args.width + block * kBlockColumns;
-  multiply_channels(v, svh, first_channel(lane), kHadamardScale / call.into_scale);
+__device__ __forceinline__ float activate(const MoeArgs& args, float gate, float up) {
+  return activate(args, args.activation, gate, up);
 }
 
 }  // namespace exl3

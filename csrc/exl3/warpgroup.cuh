@@ -33,6 +33,11 @@ __device__ __forceinline__ uint64_t swizzled_descriptor(SharedAddress x) {
   return static_cast<uint64_t>(x >> 4) | 1ull << 16 | static_cast<uint64_t>(1024 >> 4) << 32 | 1ull << 62;
 }
 
+// The descriptor of what lies so many bytes after what this one describes; nothing carries beyond the address.
+__device__ __forceinline__ uint64_t descriptor_after(uint64_t descriptor, uint32_t bytes) {
+  return (descriptor & 0xffffffff00000000ull) | (static_cast<uint32_t>(descriptor) + (bytes >> 4));
+}
+
 // Registers written before are the MMA's to read from here on.
 __device__ __forceinline__ void warpgroup_arrive() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void warpgroup_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -75,6 +80,16 @@ __device__ __forceinline__ void warpgroup_mma(float (&d)[8][4], const uint32_t (
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
       "{%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
       : EXL3_SUMS4(0), EXL3_SUMS4(4)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
+}
+__device__ __forceinline__ void warpgroup_mma(float (&d)[12][4], const uint32_t (&a)[4], uint64_t x) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n96k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}, "
+      "{%48, %49, %50, %51}, %52, 1, 1, 1, 0;"
+      : EXL3_SUMS4(0), EXL3_SUMS4(4), EXL3_SUMS4(8)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
 }
 __device__ __forceinline__ void warpgroup_mma(float (&d)[16][4], const uint32_t (&a)[4], uint64_t x) {

@@ -10,6 +10,7 @@ SLICES = "test_slices_and_shared_rotations"
 PARTS = "test_parts_of_the_depth"
 ONE = "test_all_rows_on_one_expert_and_rows_on_none"
 ACTIVATIONS = "test_activations"
+CHUNKS = "test_routes_of_several_chunks"
 
 MOE_MUTANTS = {
     # The product for few routes.
@@ -50,14 +51,14 @@ MOE_MUTANTS = {
     "moe-chunks-not-swapped": ("moe_product.cuh", "(chunk ^ row % 8) * 16", "chunk * 16", BLOCKS),
     "moe-half-of-the-rows": (
         "moe_product.cuh",
-        "rows <= kGroups / 2 * kGroupRows",
+        "rows <= kLess * kGroupRows",
         "rows <= kGroups * kGroupRows",
         BLOCKS,
     ),
     "moe-next-inputs-one-chunk-off": (
         "moe_product.cuh",
-        "swizzled_descriptor(x + 32)",
-        "swizzled_descriptor(x + 16)",
+        "tile % kTilesOfSegment * kTile * 2",
+        "tile % kTilesOfSegment * kTile",
         BLOCKS,
     ),
     "moe-rows-beyond-the-block-stored": (
@@ -95,7 +96,14 @@ MOE_MUTANTS = {
         BLOCKS,
     ),
     # Transforms, activation and sum.
-    "moe-octet-one-bit-short": ("moe_rotate.cuh", "bit < 4", "bit < 2", BLOCKS),
+    "moe-chunks-before-forgotten": ("moe_route.cuh", "some += other < chunk", "some += other <= chunk", CHUNKS),
+    "moe-outer-transform-one-bit-short": ("moe_transform.cuh", "span < 2 * kPieces", "span < kPieces", BLOCKS),
+    "moe-many-signs-of-no-expert": (
+        "moe_rotate.cuh",
+        "args.shared_h ? 0 : block.expert",
+        "args.shared_h ? block.expert : 0",
+        ANY,
+    ),
     "moe-signs-of-no-expert": ("moe_values.cuh", "args.shared_h ? 0 : expert", "args.shared_h ? expert : 0", ANY),
     "moe-input-not-weighted": (
         "moe_values.cuh",
@@ -103,11 +111,11 @@ MOE_MUTANTS = {
         "1.0f",
         SLICES,
     ),
-    "moe-noise-in-the-middle": ("moe_combine.cuh", "of_all < args.intermediate", "of_all <= args.intermediate", SLICES),
+    "moe-noise-in-the-middle": ("moe_combine.cuh", "8 * i < args.intermediate", "8 * i <= args.intermediate", SLICES),
     "moe-part-dropped": (
-        "moe_values.cuh",
+        "moe_few_ends.cuh",
+        "int part = 0; part < args.parts",
         "int part = 1; part < args.parts",
-        "int part = 2; part < args.parts",
         PARTS,
     ),
     "moe-gate-not-limited": ("moe_values.cuh", "gate = fminf(gate, args.limit);", "", ACTIVATIONS),

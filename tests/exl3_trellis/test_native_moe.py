@@ -39,9 +39,17 @@ def test_refuses_with_a_reason(changes, device, reason):
     assert why.startswith(reason)
 
 
-@pytest.mark.parametrize("routes, tile", [(1, 16), (3072, 16), (3073, 32), (6145, 64), (12289, 128), (1 << 20, 128)])
+@pytest.mark.parametrize(
+    "routes, tile", [(1, 16), (3072, 16), (3073, 32), (6145, 64), (12289, 96), (18433, 128), (1 << 20, 128)]
+)
 def test_row_tiles_fit_the_average_expert(routes, tile):
     assert native_moe.row_tile(256, routes) == tile
+
+
+@pytest.mark.parametrize("rate, smem, tile", [(4, 101_376, 96), (5, 101_376, 128), (8, HOPPER.smem, 96)])
+def test_a_card_takes_the_row_tiles_that_it_can_hold(rate, smem, tile):
+    tiles = native_moe.tiles_of(query([rate] * 4, 256, 128, 2), replace(HOPPER, smem=smem))
+    assert native_moe.row_tile(4, 200, tiles) == tile
 
 
 def test_the_table_says_where_every_expert_lies():
@@ -62,5 +70,8 @@ def test_numbers_agree_with_the_sources():
         ("kFewBlocksPerSm", native_moe.DECODE_BLOCKS_PER_SM),
     ):
         assert f"{name} = {number};" in text
+    prefill = (SOURCES / "moe_prefill.cu").read_text(encoding="utf-8")
+    shapes = re.findall(r"MoeShape<(\d+), (\d+)>", prefill)
+    assert {int(rows): int(stages) for rows, stages in shapes} == native_moe.PREFILL_STAGES
     stages = int(re.search(r"kFewStages = (\d+)", text)[1])
     assert stages * 8 * 8 * 16 == native_moe.DECODE_RATE2_BYTES  # of 8 x 8 tiles, 16 bytes each for half a bit

@@ -24,6 +24,9 @@ inline MatrixDescriptor swizzled_descriptor(SharedAddress x) {
   if (x % 1024 >= 128) emulate::fail("wgmma: offset %u of swizzled rows, want a multiple of 1024", x);
   return {x, 0};
 }
+inline MatrixDescriptor descriptor_after(MatrixDescriptor descriptor, uint32_t bytes) {
+  return {descriptor.x + bytes, descriptor.along_k};
+}
 
 struct Product {
   float (*d)[4];
