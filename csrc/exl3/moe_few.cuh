@@ -16,7 +16,7 @@ constexpr int kFewColumns = 2;                 // of tiles, of a warp
 constexpr int kFewWarps = kBlockTiles / kFewColumns;
 constexpr int kFewBlocksPerSm = 4;             // as registers allow
 constexpr int kFewDepth = kUnitDepth / kTile;  // tiles of a stage and column
-constexpr int kFewChunk = 2;                   // tiles of a column whose inputs are loaded at once
+constexpr int kFewChunk = kFewDepth / 2;       // tiles of a column whose inputs are loaded at once
 
 __host__ __device__ constexpr int few_stage_bytes(int rate2) { return kFewDepth * kFewColumns * 16 * rate2; }
 __host__ __device__ constexpr int few_shared_bytes(int max_rate2) {
@@ -99,6 +99,9 @@ struct FewSource {
     here = item.stages > 0 && lane / 4 < item.rows;
     if (here) from = stage.x + item.sources[lane / 4] * stage.x_pitch + item.x + lane % 4 * (kApart ? 16 : 8);
   }
+  // Loads that follow wait for this one. The compiler lets all loads share one scoreboard, so that whoever waits for the
+  // inputs he needs next would wait for those that were just asked for as well.
+  __device__ __forceinline__ void wait_for(uint32_t loaded, uint32_t zero) { from += loaded & zero; }
 };
 
 // The inputs of some tiles.
@@ -179,6 +182,7 @@ __device__ __forceinline__ void multiply_few(const MoeStage& stage, FewLoader& l
         if (count == 1 && after == 0) source.seek(stage, next);
         else source.from += kFewDepth * FewSource<kHalvesApart<kBook>>::kTileBytes;
       }
+      source.wait_for(use.x[kFewChunk - 1].x, stage.zero);
       fill.load(source, (chunk + 1) % kChunks * kFewChunk);
       multiply_chunk<kBook, kRate2>(ring.read + chunk * kChunkBytes, place, use, sums);
     }

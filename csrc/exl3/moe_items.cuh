@@ -29,6 +29,7 @@ struct MoeStage {
   Divisor by_part, by_column, by_matrix, by_slice;
   float scale;                // of sums
   uint32_t stage_bytes;       // of shared memory, for the largest rate
+  uint32_t zero;              // always: see FewSource
 };
 
 // One item of a thread block's list.
