@@ -94,7 +94,7 @@ int column_blocks(const exl3::LinearArgs& args) {
 // y [m, sum of widths] <- every shard of a merged projection; see linear_args.
 void linear(Tensor y, const Tensor& x, const Tensor& trellis, const Tensor& suh, const Tensor& svh,
             Tensor scratch, int64_t k, std::vector<int64_t> shards, int64_t codebook,
-            int64_t splits, bool dependent_launch, int64_t wide) {
+            int64_t splits, bool dependent_launch) {
   exl3::LinearArgs args = linear_args(y, x, trellis, suh, svh, k, shards, codebook);
   STD_TORCH_CHECK(splits > 0, "exl3: splits is ", splits, ", want at least 1");
   args.splits = static_cast<int>(splits);
@@ -103,9 +103,7 @@ void linear(Tensor y, const Tensor& x, const Tensor& trellis, const Tensor& suh,
   give_scratch(args, scratch, exl3::linear_scratch_bytes(args.m, args.k, column_blocks(args), args.shards, args.splits),
                device);
   const DeviceGuard guard(device);
-  check_launch(exl3::launch_linear(args, static_cast<int>(codebook), dependent_launch, static_cast<int>(wide),
-                                   current_stream(device)),
-               "linear");
+  check_launch(exl3::launch_linear(args, static_cast<int>(codebook), dependent_launch, current_stream(device)), "linear");
 }
 
 // The same for many rows, on SM90 alone. blocks: of the grid, one a multiprocessor.
@@ -150,6 +148,9 @@ void reconstruct_original(Tensor w, const Tensor& trellis, const Tensor& suh, co
   check_vector(trellis, "trellis", ScalarType::Short, k * n / 256 * 8 * rate2, device);
   check_vector(suh, "suh", ScalarType::Half, k, device);
   check_vector(svh, "svh", ScalarType::Half, n, device);
+  check_aligned(trellis, "trellis", 16);
+  check_aligned(suh, "suh", 16);
+  check_aligned(svh, "svh", 16);
   const DeviceGuard guard(device);
   check_launch(exl3::launch_reconstruct_original(
                    trellis.data_ptr(), suh.data_ptr(), svh.data_ptr(), static_cast<int>(n),
@@ -193,7 +194,7 @@ int64_t many_rows_scratch_bytes(int64_t m, int64_t k, int64_t shards, int64_t bl
 STABLE_TORCH_LIBRARY(exl3, m) {
   m.def(
       "linear(Tensor(a!) y, Tensor x, Tensor trellis, Tensor suh, Tensor svh, Tensor(b!) scratch, int k, "
-      "int[] shards, int codebook, int splits, bool dependent_launch, int wide) -> ()");
+      "int[] shards, int codebook, int splits, bool dependent_launch) -> ()");
   m.def(
       "linear_many_rows(Tensor(a!) y, Tensor x, Tensor trellis, Tensor suh, Tensor svh, Tensor(b!) scratch, int k, "
       "int[] shards, int codebook, int blocks) -> ()");

@@ -43,10 +43,9 @@ int linear_row_tile(int m);
 size_t linear_scratch_bytes(int m, int k, int total_blocks, int shards, int splits);
 
 // codebook: 0 3inst, 1 mcg, 2 mul1. dependent_launch: let the kernels of the call overlap their prologues (SM90+).
-// wide: row tiles from this on, 64 or 128, are served by kernels that only SM90 has; 0: none is. The bytes are the same.
-cudaError_t launch_linear(const LinearArgs& args, int codebook, bool dependent_launch, int wide, cudaStream_t stream);
+cudaError_t launch_linear(const LinearArgs& args, int codebook, bool dependent_launch, cudaStream_t stream);
 
-// The same product for any number of rows by kernels that only SM90 has; the sums are in another order.
+// The same product for any number of rows by a kernel that only SM90 has; the sums are in another order.
 // args.splits: thread blocks, one a multiprocessor. args.scratch: many_rows_scratch_bytes().
 cudaError_t launch_many_rows(const LinearArgs& args, int codebook, bool dependent_launch, cudaStream_t stream);
 size_t many_rows_scratch_bytes(int m, int k, int shards, int blocks);

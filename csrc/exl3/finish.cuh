@@ -10,6 +10,45 @@ namespace exl3 {
 constexpr int kFinishThreads = 256;  // one thread a (tile, lane) of the parts, then one warp a row
 constexpr int kFinishPitch = kBlockColumns + 4;  // floats: fragments written down columns spread over all banks
 
+__device__ __forceinline__ void store_four(__half* y, const float (&v)[4]) {
+  *reinterpret_cast<uint2*>(y) = make_uint2(pack_half2(v[0], v[1]), pack_half2(v[2], v[3]));
+}
+__device__ __forceinline__ void store_four(__nv_bfloat16* y, const float (&v)[4]) {
+  const __nv_bfloat162 low = __floats2bfloat162_rn(v[0], v[1]), high = __floats2bfloat162_rn(v[2], v[3]);
+  *reinterpret_cast<uint2*>(y) =
+      make_uint2(*reinterpret_cast<const uint32_t*>(&low), *reinterpret_cast<const uint32_t*>(&high));
+}
+__device__ __forceinline__ void store_four(float* y, const float (&v)[4]) {
+  *reinterpret_cast<float4*>(y) = make_float4(v[0], v[1], v[2], v[3]);
+}
+
+// A row of y as a shard's columns count: column `shard.first` is the first that is there.
+template <class T>
+struct OutputRow {
+  T* y;
+  int first, end;
+  bool aligned;  // four columns may be stored at once
+  __device__ __forceinline__ OutputRow(const LinearArgs& args, const LinearShard& shard, int row)
+      : y(static_cast<T*>(args.y) + row * args.y_stride + (shard.out_column - shard.first)), first(shard.first),
+        end(shard.first + shard.width),
+        aligned((args.y_stride | (shard.out_column - shard.first)) % 4 == 0 &&
+                reinterpret_cast<uintptr_t>(args.y) % (4 * sizeof(T)) == 0) {}
+  // Columns n to n + 3, times 1 / sqrt(128) and svh.
+  __device__ __forceinline__ void store(int n, const float (&u)[4], uint2 svh) const {
+    const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&svh.x));
+    const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&svh.y));
+    const float v[4] = {u[0] * kHadamardScale * low.x, u[1] * kHadamardScale * low.y, u[2] * kHadamardScale * high.x,
+                        u[3] * kHadamardScale * high.y};
+    if (aligned && n >= first && n + 4 <= end) {
+      store_four(y + n, v);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (n + i >= first && n + i < end) y[n + i] = from_float<T>(v[i]);
+    }
+  }
+};
+
 // H and svh for 8 rows of a column block, and y. sum: this thread's element of the added parts, as accumulators lie.
 __device__ __forceinline__ void finish_rows(const LinearArgs& args, const LinearShard& shard, int column, int row0,
                                             float4 sum, uint2 scales, float (&tile)[kGroupRows][kFinishPitch]) {
@@ -24,21 +63,15 @@ __device__ __forceinline__ void finish_rows(const LinearArgs& args, const Linear
   const float4 read = *reinterpret_cast<const float4*>(&tile[warp][lane * 4]);
   float v[4] = {read.x, read.y, read.z, read.w};
   hadamard_128(v, lane);
-  const float2 low_scales = __half22float2(*reinterpret_cast<const __half2*>(&scales.x));
-  const float2 high_scales = __half22float2(*reinterpret_cast<const __half2*>(&scales.y));
-  const float scale[4] = {low_scales.x, low_scales.y, high_scales.x, high_scales.y};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int n = column + i - shard.first;
-    if (n < 0 || n >= shard.width) continue;
-    store(args.y, row * args.y_stride + shard.out_column + n, args.y_type, v[i] * kHadamardScale * scale[i]);
-  }
+  if (args.y_type == DataType::kHalf) OutputRow<__half>(args, shard, row).store(column, v, scales);
+  else if (args.y_type == DataType::kBfloat16) OutputRow<__nv_bfloat16>(args, shard, row).store(column, v, scales);
+  else OutputRow<float>(args, shard, row).store(column, v, scales);
 }
 
 // Grid: (column blocks, groups of 8 rows). rows: of a row tile.
-static __global__ void __launch_bounds__(kFinishThreads) finish_kernel(const __grid_constant__ LinearArgs args,
-                                                               const __grid_constant__ Cut cut,
-                                                               const __grid_constant__ Scratch scratch, int rows) {
+[[maybe_unused]] static __global__ void __launch_bounds__(kFinishThreads)
+    finish_kernel(const __grid_constant__ LinearArgs args, const __grid_constant__ Cut cut,
+                  const __grid_constant__ Scratch scratch, int rows) {
   __shared__ __align__(16) float tile[kGroupRows][kFinishPitch];
   const int lane = threadIdx.x % 32, block = blockIdx.x;
   allow_next_grid();

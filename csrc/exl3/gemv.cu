@@ -13,10 +13,8 @@ size_t linear_scratch_bytes(int m, int k, int total_blocks, int shards, int spli
   return static_cast<size_t>(Scratch(m, linear_row_tile(m), k, total_blocks, shards, splits).bytes);
 }
 
-cudaError_t launch_linear(const LinearArgs& args, int codebook, bool dependent_launch, int wide, cudaStream_t stream) {
+cudaError_t launch_linear(const LinearArgs& args, int codebook, bool dependent_launch, cudaStream_t stream) {
   const int rows = linear_row_tile(args.m);
-  if (wide > 0 && rows >= wide && rows >= kLeastWideRows && args.m <= rows)
-    return launch_wide_rows(args, rows, codebook, dependent_launch, stream);
   return rows <= 16 ? launch_few_rows(args, rows, codebook, dependent_launch, stream)
                     : launch_mid_rows(args, rows, codebook, dependent_launch, stream);
 }

@@ -14,22 +14,48 @@ inline int largest_rate2(const LinearArgs& args) {
   return rate2;
 }
 
+// 128-column blocks of all shards.
+inline int column_blocks(const LinearArgs& args) {
+  const LinearShard& last = args.shard[args.shards - 1];
+  return last.first_block + last.blocks;
+}
+
+constexpr int kFewRotated = 64;  // rows up to which a warp for each row and group is faster
+
+template <class X>
+cudaError_t launch_rotation_of(const LinearArgs& args, int64_t rotation_bytes, int rows, bool dependent,
+                               cudaStream_t stream) {
+  const int groups = args.k / kHadamard;
+  if (args.m <= kFewRotated) {
+    const Launch few(dim3((groups + kRotateWarps - 1) / kRotateWarps, args.m, args.shards), 32 * kRotateWarps, 0, dependent,
+                     stream);
+    return cudaLaunchKernelEx(&few.config, rotate_kernel<X>, args, rotation_bytes, rows);
+  }
+  const Launch many(dim3(groups, (args.m + kRotateRows - 1) / kRotateRows, args.shards), 32 * kRotateRowsWarps, 0,
+                    dependent, stream);
+  return cudaLaunchKernelEx(&many.config, rotate_rows_kernel<X>, args, rotation_bytes, rows);
+}
+
+// The input transform. rotation_bytes: of one shard; rows: of a row tile.
+inline cudaError_t launch_rotation(const LinearArgs& args, int64_t rotation_bytes, int rows, bool dependent,
+                                   cudaStream_t stream) {
+  switch (args.x_type) {
+    case DataType::kHalf: return launch_rotation_of<__half>(args, rotation_bytes, rows, dependent, stream);
+    case DataType::kBfloat16: return launch_rotation_of<__nv_bfloat16>(args, rotation_bytes, rows, dependent, stream);
+    default: return launch_rotation_of<float>(args, rotation_bytes, rows, dependent, stream);
+  }
+}
+
 template <Codebook kBook, class S>
 cudaError_t launch_shape(const LinearArgs& args, bool dependent, cudaStream_t stream) {
-  const LinearShard& last = args.shard[args.shards - 1];
-  const int blocks = last.first_block + last.blocks, depth = args.k / kUnitDepth;
+  const int blocks = column_blocks(args), depth = args.k / kUnitDepth;
   const int row_tiles = (args.m + S::kRows - 1) / S::kRows;
   const Cut cut(blocks * depth, depth, args.splits);
   const Scratch scratch(args.m, S::kRows, args.k, blocks, args.shards, args.splits);
   const int rate2 = largest_rate2(args);
   const int x_offset = S::stage_weight_bytes(rate2), shared = S::shared_bytes(rate2);
 
-  const dim3 rotations((args.k / kHadamard + kRotateWarps - 1) / kRotateWarps, args.m, args.shards);
-  const Launch first(rotations, 32 * kRotateWarps, 0, dependent, stream);
-  auto rotate = args.x_type == DataType::kHalf       ? rotate_kernel<__half>
-                : args.x_type == DataType::kBfloat16 ? rotate_kernel<__nv_bfloat16>
-                                                     : rotate_kernel<float>;
-  cudaError_t status = cudaLaunchKernelEx(&first.config, rotate, args, scratch.rotation_bytes, S::kRows);
+  cudaError_t status = launch_rotation(args, scratch.rotation_bytes, S::kRows, dependent, stream);
   if (status != cudaSuccess) return status;
 
   auto multiply = linear_kernel<kBook, S>;
@@ -62,8 +88,5 @@ using Rows128 = Shape<128, 128, 2>;
 
 cudaError_t launch_few_rows(const LinearArgs& args, int rows, int codebook, bool dependent, cudaStream_t stream);
 cudaError_t launch_mid_rows(const LinearArgs& args, int rows, int codebook, bool dependent, cudaStream_t stream);
-// The same bytes by the kernels of SM90 for many rows; one row tile.
-constexpr int kLeastWideRows = 64;
-cudaError_t launch_wide_rows(const LinearArgs& args, int rows, int codebook, bool dependent, cudaStream_t stream);
 
 }  // namespace exl3

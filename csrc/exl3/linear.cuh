@@ -18,13 +18,15 @@ __device__ __forceinline__ int shard_of(const LinearArgs& args, int block) {
   return shard;
 }
 
-// Copies a run of stages, one after the other, from global to shared memory. Each thread keeps its own two addresses:
-// warp w copies rows w, w + kWarps, ... of a stage's tiles, and all threads share the rows of x.
+// Copies a run of stages from global to shared memory, a slot of the ring at a time. Each thread keeps its own two
+// addresses: a warp copies one row of a stage's tiles, and all threads share the rows of x.
 template <class S>
 struct Loader {
+  static_assert(S::kTileRows == S::kWarps, "one row of tiles for each warp");
   const LinearArgs& args;
-  const unsigned char* rotated;    // this row tile's rotated input, first shard
-  int64_t rotation_bytes, pitch;   // pitch: bytes from a row of tiles to the next
+  const unsigned char* rotated;  // this row tile's rotated input, first shard
+  int64_t rotation_bytes;
+  uint32_t pitch;  // bytes of weights from a stage to the next
   const unsigned char* weights;
   const unsigned char* x;
   int block, left_in_block, remaining, rate2;  // stages left in the column block and in the run
@@ -38,57 +40,59 @@ struct Loader {
     const int index = shard_of(args, block);
     const LinearShard& shard = args.shard[index];
     rate2 = shard.rate2;
-    pitch = static_cast<int64_t>(shard.blocks) * kBlockTiles * 16 * rate2;
+    const uint32_t row = shard.blocks * kBlockTiles * 16 * rate2;
+    pitch = S::kTileRows * row;
     left_in_block = args.k / S::kDepth - stage;
-    weights = shard.trellis + (stage * S::kTileRows + threadIdx.x / 32) * pitch +
-              static_cast<int64_t>(block - shard.first_block) * kBlockTiles * 16 * rate2 + threadIdx.x % 32 * 16;
+    weights = shard.trellis + static_cast<uint64_t>(pitch) * stage + threadIdx.x / 32 * row +
+              (block - shard.first_block) * kBlockTiles * 16 * rate2 + threadIdx.x % 32 * 16;
     x = rotated + index * rotation_bytes + static_cast<int64_t>(stage) * S::kXStageBytes + threadIdx.x * 16;
   }
   // Stages of the next slot: none of another column block.
-  __device__ __forceinline__ int together() const {
-    if constexpr (S::kTogether == 1) return remaining > 0;
-    else return min(min(S::kTogether, left_in_block), remaining);
-  }
-  __device__ __forceinline__ void advance() {
-    --remaining;
-    weights += S::kTileRows * pitch;
-    x += S::kXStageBytes;
-    if (--left_in_block == 0) {
+  __device__ __forceinline__ int together() const { return min(min(S::kTogether, left_in_block), remaining); }
+  __device__ __forceinline__ void advance(int stages) {
+    remaining -= stages;
+    left_in_block -= stages;
+    weights += static_cast<uint64_t>(pitch) * stages;
+    x += stages * S::kXStageBytes;
+    if (left_in_block == 0) {
       ++block;
       if (remaining > 0) seek(0);
     }
   }
-  // chunks: 16-byte pieces in a row of tiles, kBlockTiles * rate2.
-  __device__ __forceinline__ void copy_weights(SharedAddress stage, int chunks) const {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const SharedAddress to = stage + (warp * chunks + lane) * 16;
+  // This thread's place in the weights of a stage.
+  __device__ __forceinline__ static uint32_t place(int rate2) {
+    return (threadIdx.x / 32 * kBlockTiles * rate2 + threadIdx.x % 32) * 16;
+  }
+  // The weights of a slot of a rate that the compiler knows. to: this thread's place.
+  template <int kRate2>
+  __device__ __forceinline__ void copy_weights(SharedAddress to, uint32_t stage_bytes, int stages) const {
+    constexpr int kPieces = kBlockTiles * kRate2;  // of 16 bytes in a row of tiles
+    const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int row = 0; row < S::kTileRows; row += S::kWarps) {
-      if (row + S::kWarps > S::kTileRows && row + warp >= S::kTileRows) break;
+    for (int stage = 0; stage < S::kTogether; ++stage)
+#pragma unroll
+      for (int i = 0; i < kPieces; i += 32)
+        cp_async_16_if(stage < stages && (i + 32 <= kPieces || i + lane < kPieces), to + stage * stage_bytes + i * 16,
+                       weights + stage * pitch + i * 16);
+  }
+  __device__ __forceinline__ void copy_weights(SharedAddress slot, uint32_t stage_bytes, int stages) const {
+    const int pieces = kBlockTiles * rate2, lane = threadIdx.x % 32;
+    const SharedAddress to = slot + place(rate2);
 #pragma unroll 1
-      for (int i = 0; i < chunks; i += 32)
-        if (i + lane < chunks) cp_async_16(to + (row * chunks + i) * 16, weights + row * pitch + i * 16);
-    }
+    for (int stage = 0; stage < stages; ++stage)
+#pragma unroll 1
+      for (int i = 0; i + lane < pieces; i += 32)
+        cp_async_16(to + stage * stage_bytes + i * 16, weights + stage * pitch + i * 16);
   }
-  template <int kChunks>
-  __device__ __forceinline__ void copy_weights(SharedAddress stage) const {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const SharedAddress to = stage + (warp * kChunks + lane) * 16;
-#pragma unroll
-    for (int row = 0; row < S::kTileRows; row += S::kWarps) {
-      if (row + S::kWarps > S::kTileRows && row + warp >= S::kTileRows) break;
-#pragma unroll
-      for (int i = 0; i < kChunks; i += 32)
-        if (i + 32 <= kChunks || i + lane < kChunks)
-          cp_async_16(to + (row * kChunks + i) * 16, weights + row * pitch + i * 16);
-    }
-  }
-  __device__ __forceinline__ void copy_x(SharedAddress stage) const {
+  __device__ __forceinline__ void copy_x(SharedAddress slot, uint32_t stage_bytes, int stages) const {
     constexpr int kPass = 16 * S::kThreads;
     const int mine = threadIdx.x * 16;
 #pragma unroll
-    for (int i = 0; i < S::kXStageBytes; i += kPass)
-      if (i + kPass <= S::kXStageBytes || i + mine < S::kXStageBytes) cp_async_16(stage + i + mine, x + i);
+    for (int stage = 0; stage < S::kTogether; ++stage)
+#pragma unroll
+      for (int i = 0; i < S::kXStageBytes; i += kPass)
+        cp_async_16_if(stage < stages && (i + kPass <= S::kXStageBytes || i + mine < S::kXStageBytes),
+                       slot + stage * stage_bytes + i + mine, x + stage * S::kXStageBytes + i);
   }
 };
 
@@ -103,14 +107,15 @@ constexpr int kBlocksPerSm = S::kRows < 64 || kWarpgroup<S> ? 2 : 1;
 template <class S>
 using Sums = float[S::kGroups][4];
 
-// The two A fragments of one step of k: this warp's tile of two rows of tiles.
-template <Codebook kBook, int kRate2>
-__device__ __forceinline__ void decode_step(SharedAddress weights, int step, const LanePlace<kRate2>& place,
-                                            uint32_t (&a)[2][4]) {
+// The two A fragments of one step of k: this warp's tile of two rows of tiles. Few rows leave the tensor cores time to add.
+template <Codebook kBook, int kRate2, class S>
+__device__ __forceinline__ void decode_step(SharedAddress weights, const LanePlace<kRate2>& place, uint32_t (&a)[2][4]) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half)
-    decode_tile<kBook, kRate2>(SharedTile{weights + (step * 2 + half) * kBlockTiles * Rate<kRate2>::kTileBytes}, place,
-                               a[half]);
+  for (int half = 0; half < 2; ++half) {
+    const SharedTile tile{weights + half * kBlockTiles * Rate<kRate2>::kTileBytes};
+    if constexpr (S::kRows < 32) decode_tile_by_tensor_cores<kBook, kRate2>(tile, place, a[half]);
+    else decode_tile<kBook, kRate2>(tile, place, a[half]);
+  }
 }
 
 // sums += one stage. weights: this warp's first tile; x: the stage's rows of x.
@@ -118,18 +123,25 @@ template <Codebook kBook, int kRate2, class S>
 __device__ __forceinline__ void multiply_stage(SharedAddress weights, SharedAddress x, const LanePlace<kRate2>& place,
                                                Sums<S>& sums) {
   constexpr int kEightDeep = S::kRows * 16;  // bytes of x from one group of eight k to the next
+  constexpr int kRowBytes = kBlockTiles * Rate<kRate2>::kTileBytes;
   if constexpr (kWarpgroup<S>) {
 #if EXL3_WARPGROUP
+    // The product of one tile runs while the next is decoded, whose words are read before anybody waits.
+    Words<kRate2> words;
+    load_words<kRate2>(SharedTile{weights}, place, words);
+    uint32_t a[2][4];
 #pragma unroll
-    for (int step = 0; step < S::kSteps; ++step) {
-      uint32_t a[2][4];
-      decode_step<kBook, kRate2>(weights, step, place, a);
+    for (int row = 0; row < S::kTileRows; ++row) {
+      uint32_t s[8];
+      states_of<kRate2>(words, place, s);
+      if (row + 1 < S::kTileRows) load_words<kRate2>(SharedTile{weights + (row + 1) * kRowBytes}, place, words);
+      decode_states<kBook>(s, a[row % 2]);
       warpgroup_arrive();
-      warpgroup_mma(sums, a[0], matrix_descriptor(x + 4 * step * kEightDeep, kEightDeep));
-      warpgroup_mma(sums, a[1], matrix_descriptor(x + (4 * step + 2) * kEightDeep, kEightDeep));
+      warpgroup_mma(sums, a[row % 2], matrix_descriptor(x + 2 * row * kEightDeep, kEightDeep));
       warpgroup_commit();
-      warpgroup_wait<0>();  // the scheduler's other warps decode meanwhile; waiting later would cost registers
+      warpgroup_wait<1>();
     }
+    warpgroup_wait<0>();
 #endif
   } else {
     const int lane = threadIdx.x % 32;
@@ -138,7 +150,7 @@ __device__ __forceinline__ void multiply_stage(SharedAddress weights, SharedAddr
 #pragma unroll(S::kRows < 64 ? S::kSteps : 1)
     for (int step = 0; step < S::kSteps; ++step) {
       uint32_t a[2][4];
-      decode_step<kBook, kRate2>(weights, step, place, a);
+      decode_step<kBook, kRate2, S>(weights + 2 * step * kRowBytes, place, a);
 #pragma unroll
       for (int group = 0; group < S::kGroups; ++group) {
         const uint4 b = load_matrices(row + 4 * step * kEightDeep + group * kGroupRows * 16);
@@ -164,21 +176,19 @@ template <Codebook kBook, int kRate2, class S>
 __device__ __forceinline__ void multiply_run(Loader<S>& loader, Ring& ring, int count, Sums<S>& sums) {
   const int warp = threadIdx.x / 32;
   const LanePlace<kRate2> place(threadIdx.x % 32);
+  uint32_t mine = Loader<S>::place(kRate2);
+  if constexpr (S::kRows < 64) keep_in_register(mine);  // many sums leave no register for it
 #pragma unroll 1
   while (count > 0) {
     cp_async_wait<S::kSlots - 2>();
     if constexpr (kWarpgroup<S>) publish_shared();
     __syncthreads();
-    SharedAddress to = ring.fill;
-#pragma unroll 1
-    for (int ahead = loader.together(); ahead > 0; --ahead) {
-      // The run ahead has this rate except across a border between shards: let the compiler count the copies.
-      if (loader.rate2 == kRate2) loader.template copy_weights<kBlockTiles * kRate2>(to);
-      else loader.copy_weights(to, kBlockTiles * loader.rate2);
-      loader.copy_x(to + ring.x_offset);
-      loader.advance();
-      to += ring.stage_bytes;
-    }
+    // The run ahead has this rate except across a border between shards: let the compiler count the copies.
+    const int ahead = loader.together();
+    if (loader.rate2 == kRate2) loader.template copy_weights<kRate2>(ring.fill + mine, ring.stage_bytes, ahead);
+    else loader.copy_weights(ring.fill, ring.stage_bytes, ahead);
+    loader.copy_x(ring.fill + ring.x_offset, ring.stage_bytes, ahead);
+    loader.advance(ahead);
     cp_async_commit();
     SharedAddress from = ring.read;
     const int now = min(S::kTogether, count);
@@ -213,14 +223,15 @@ __global__ void __launch_bounds__(S::kThreads, kBlocksPerSm<S>) linear_kernel(co
   Loader<S> x_loader = loader;
   allow_next_grid();
   for (int slot = 0; slot < S::kSlots - 1; ++slot) {
-    SharedAddress to = shared + slot * slot_bytes;
-    for (int ahead = loader.together(); ahead > 0; --ahead, loader.advance(), to += stage_bytes)
-      loader.copy_weights(to, kBlockTiles * loader.rate2);
+    const int ahead = loader.together();
+    loader.copy_weights(shared + slot * slot_bytes, stage_bytes, ahead);
+    loader.advance(ahead);
   }
   wait_for_previous_grid();
   for (int slot = 0; slot < S::kSlots - 1; ++slot) {
-    SharedAddress to = shared + slot * slot_bytes + x_offset;
-    for (int ahead = x_loader.together(); ahead > 0; --ahead, x_loader.advance(), to += stage_bytes) x_loader.copy_x(to);
+    const int ahead = x_loader.together();
+    x_loader.copy_x(shared + slot * slot_bytes + x_offset, stage_bytes, ahead);
+    x_loader.advance(ahead);
     cp_async_commit();
   }
 

@@ -29,6 +29,11 @@ __device__ __forceinline__ uint32_t load_shared_32(SharedAddress address) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(address));
   return v;
 }
+__device__ __forceinline__ uint2 load_shared_64(SharedAddress address) {
+  uint2 v;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
+  return v;
+}
 // Four 8x8 matrices of fp16; lane l gives the address of the 16-byte row l%8 of matrix l/8 and gets of each matrix the
 // elements 2(l%4)+{0,1} of row l/4: with k along a row, the B fragments of two MMAs.
 __device__ __forceinline__ uint4 load_matrices(SharedAddress row) {
@@ -42,6 +47,12 @@ __device__ __forceinline__ uint4 load_matrices(SharedAddress row) {
 // Asynchronous 16-byte copy, global to shared, past L1: weights are read once. Both addresses 16-byte aligned.
 __device__ __forceinline__ void cp_async_16(SharedAddress to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// The same where `wanted`, without a branch.
+__device__ __forceinline__ void cp_async_16_if(bool wanted, SharedAddress to, const void* from) {
+  asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16;}" ::"r"(to), "l"(from),
+               "r"(static_cast<int>(wanted))
+               : "memory");
 }
 
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -58,6 +69,21 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// d = a * b, fp16 rounded once: fragments as above, but d row l/4, columns 2(l%4)+{0,1} in d[0], row l/4+8 in d[1].
+__device__ __forceinline__ void mma_m16n8k16_half(uint32_t (&d)[2], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0,%1}, {%2,%3,%4,%5}, {%6,%7}, {%8,%8};"
+      : "=r"(d[0]), "=r"(d[1])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(0));
+}
+
+// d = a * b, bytes without sign: a [16, 32] row-major, b [32, 8] column-major. Lane l holds a rows l/4 and l/4+8, columns
+// 4(l%4)+{0..3} and +16; b column l/4; d as mma_m16n8k16.
+__device__ __forceinline__ void mma_m16n8k32_bytes(uint32_t (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(0));
 }
 
 // (x & kMask) ^ kFlip in one instruction: the compiler would otherwise sometimes split it.
@@ -91,6 +117,12 @@ __device__ __forceinline__ uint32_t add_half2(uint32_t a, uint32_t b) {
 __device__ __forceinline__ uint32_t sub_half2(uint32_t a, uint32_t b) {
   uint32_t y;
   asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+
+__device__ __forceinline__ uint32_t mul_half2(uint32_t a, uint32_t b) {
+  uint32_t y;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
   return y;
 }
 

@@ -92,6 +92,7 @@ __device__ __forceinline__ uint32_t hadamard_pair(int i, int j) {
 // The four transforms of a matrix add 128 x 128 weights of up to 4, which is as much as fp16 holds. Dividing by 16 at first
 // leaves room, and costs no bit of what is not far below the rounding of the rest.
 constexpr int kOriginalDivide = 16;
+constexpr float kRowScale = static_cast<float>(kOriginalDivide) / kHadamard;
 
 // v <- H8 v over eight registers of fp16 pairs, for each of kCount sets.
 template <int kCount>
@@ -109,92 +110,142 @@ __device__ __forceinline__ void hadamard_8(uint32_t (&v)[8][kCount]) {
         }
 }
 
+// A pair of fp16 times a scale, as T.
+template <class T>
+__device__ __forceinline__ uint32_t scale_pair(uint32_t pair, float scale) {
+  if constexpr (std::is_same_v<T, __half>) return mul_half2(pair, pack_half2(scale, scale));
+  const float2 v = to_float2(pair);
+  return pack_pair<T>(v.x * scale, v.y * scale);
+}
+
+// Dynamic shared memory: packed tiles, and two sets of scales.
+__host__ __device__ constexpr int original_shared_bytes(int rate2) {
+  return kBlockTiles * kBlockTiles * 16 * rate2 + 2 * 2 * kHadamard * 2;
+}
+// Blocks an SM that the compiler leaves registers for: 6 and 7 bits have the most places to hold.
+__host__ __device__ constexpr int original_blocks(Codebook book, int rate2) {
+  return rate2 == 14 || (rate2 == 12 && book == Codebook::kMul1) ? 2 : 3;
+}
+
+// Four neighbouring columns of each of a row's eight tiles, times svh, of the first of them in shared memory, and the row's
+// scale; left: columns from the first to the end.
+template <class T>
+__device__ __forceinline__ void store_original(T* w, const uint32_t (&u)[8][2], SharedAddress svh, float row_scale,
+                                               bool wide, int64_t left) {
+  uint16_t* to = reinterpret_cast<uint16_t*>(w);
+#pragma unroll
+  for (int i = 0; i < 8; ++i, left -= kTile) {
+    const uint2 column_scales = load_shared_64(svh + i * kTile * sizeof(__half));
+    const uint2 four = make_uint2(scale_pair<T>(mul_half2(u[i][0], column_scales.x), row_scale),
+                                  scale_pair<T>(mul_half2(u[i][1], column_scales.y), row_scale));
+    if (wide) {
+      *reinterpret_cast<uint2*>(to + i * kTile) = four;
+    } else {
+      if (left > 0) to[i * kTile] = static_cast<uint16_t>(four.x);
+      if (left > 1) to[i * kTile + 1] = static_cast<uint16_t>(four.x >> 16);
+      if (left > 2) to[i * kTile + 2] = static_cast<uint16_t>(four.y);
+      if (left > 3) to[i * kTile + 3] = static_cast<uint16_t>(four.y >> 16);
+    }
+  }
+}
+
 constexpr int kOriginalPitch = kBlockColumns / 2 + 8;  // words: rows 8 banks apart, 8-byte accesses free of conflicts
 
-// w [k_true, columns] = diag(suh) H W H diag(svh), columns from 128 * first_block. Grid: (blocks, k / 128).
+// w [k_true, columns] = diag(suh) H W H diag(svh), columns from 128 * first_block, 128 x 128 at a time. Grid: as many blocks
+// as run at once. groups: k_true / 128, rounded up. Dynamic shared memory: original_shared_bytes.
 //
 // H128 = H8 (x) H16. The tile is the B operand of H16 W, whose accumulators, rounded to fp16, are the A operand of
 // (H16 W) H16: the tensor cores do both sides of the inner transform without a shuffle. The columns of the second H16
 // are ordered so that a lane ends up with four neighbours. The outer H8 over tiles is adds of fp16 pairs: along k
 // within a warp, along n after one exchange through shared memory. Eight roundings to fp16 cost about 6e-4 of error.
 template <Codebook kBook, int kRate2, class T>
-__global__ void __launch_bounds__(32 * kReconstructWarps, kRate2 == 14 ? 2 : 3)  // 7 bits: the most places to hold
+__global__ void __launch_bounds__(32 * kReconstructWarps, original_blocks(kBook, kRate2))
     reconstruct_original_kernel(const unsigned char* trellis, const __half* suh, const __half* svh, int n, int k_true,
-                                int first_block, int columns, T* w, int64_t stride) {
+                                int first_block, int columns, T* w, int64_t stride, int groups) {
   __shared__ __align__(16) uint32_t block[kHadamard * kOriginalPitch];
+  constexpr int kBytes = Rate<kRate2>::kTileBytes, kPieces = kBytes / 16;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-  {
-    const LanePlace<kRate2> place(lane);
-    const uint32_t h[4] = {hadamard_pair<kOriginalDivide>(g, 2 * c), hadamard_pair<kOriginalDivide>(g + 8, 2 * c),
-                           hadamard_pair<kOriginalDivide>(g, 2 * c + 8), hadamard_pair<kOriginalDivide>(g + 8, 2 * c + 8)};
-    const int column = g / 2 * 4 + g % 2;  // of accumulator column g in the first product; two more in the second
-    const uint32_t right[2][2] = {{hadamard_pair(column, 2 * c), hadamard_pair(column, 2 * c + 8)},
-                                  {hadamard_pair(column + 2, 2 * c), hadamard_pair(column + 2, 2 * c + 8)}};
-    const int64_t pitch = static_cast<int64_t>(n / kTile) * Rate<kRate2>::kTileBytes;
-    const unsigned char* from = trellis + blockIdx.y * kBlockTiles * pitch +
-                                ((first_block + blockIdx.x) * kBlockTiles + warp) * Rate<kRate2>::kTileBytes;
+  const int blocks = (columns + kBlockColumns - 1) / kBlockColumns;
+  const int64_t pitch = static_cast<int64_t>(n / kTile) * kBytes;
+  const SharedAddress shared = dynamic_shared(), packed = shared + warp * kBlockTiles * kBytes;
+  const SharedAddress first_scales = shared + kBlockTiles * kBlockTiles * kBytes;
+  SharedAddress scales = first_scales;  // svh, then suh, of this tile; those of the next lie beside
+  constexpr uint32_t kScaleBytes = 2 * kHadamard * sizeof(__half);
+  // A warp's eight tiles, one below the other, and the first warp's share of the scales.
+  const auto fetch = [&](int group, int at, SharedAddress scales) {
+    if (warp == 0 && group < groups)
+      cp_async_16(scales + lane * 16, lane < 16 ? svh + (first_block + at) * kBlockColumns + lane * 8
+                                                : suh + group * kHadamard + (lane - 16) * 8);
+    const unsigned char* from = trellis + group * (kBlockTiles * pitch) + ((first_block + at) * kBlockTiles + warp) * kBytes;
+#pragma unroll
+    for (int i = 0; i < kBlockTiles * kPieces; i += 32)
+      if (group < groups && (i + 32 <= kBlockTiles * kPieces || i + lane < kBlockTiles * kPieces))
+        cp_async_16(packed + (i + lane) * 16, from + (i + lane) / kPieces * pitch + (i + lane) % kPieces * 16);
+    cp_async_commit();
+  };
+  const uint32_t h[4] = {hadamard_pair<kOriginalDivide>(g, 2 * c), hadamard_pair<kOriginalDivide>(g + 8, 2 * c),
+                         hadamard_pair<kOriginalDivide>(g, 2 * c + 8), hadamard_pair<kOriginalDivide>(g + 8, 2 * c + 8)};
+  const int column = g / 2 * 4 + g % 2;  // of accumulator column g in the first product; two more in the second
+  const uint32_t right[2][2] = {{hadamard_pair(column, 2 * c), hadamard_pair(column, 2 * c + 8)},
+                                {hadamard_pair(column + 2, 2 * c), hadamard_pair(column + 2, 2 * c + 8)}};
+  const LanePlace<kRate2> place(lane);
+  int group = blockIdx.x / blocks, at = blockIdx.x % blocks;  // 128 rows, 128 columns
+  const int groups_on = gridDim.x / blocks, on = gridDim.x % blocks;
+  fetch(group, at, scales);
+#pragma unroll 1
+  while (group < groups) {
+    const int64_t k0 = static_cast<int64_t>(group) * kHadamard, n0 = static_cast<int64_t>(at) * kBlockColumns;
     uint32_t v[8][4];  // rows g, g + 8 of tile i; columns 4c, 4c+1, then 4c+2, 4c+3
+    cp_async_wait<0>();
+    __syncwarp();
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       uint32_t b[4];  // b[0], b[2]: columns 0-7; b[1], b[3]: columns 8-15
-      decode_tile<kBook, kRate2>(GlobalTile{from + i * pitch}, place, b);
-      float low[4] = {}, high[4] = {};
-      mma_m16n8k16(low, h, b[0], b[2]);
-      mma_m16n8k16(high, h, b[1], b[3]);
-      const uint32_t a[4] = {pack_half2(low[0], low[1]), pack_half2(low[2], low[3]), pack_half2(high[0], high[1]),
-                             pack_half2(high[2], high[3])};
+      if constexpr (kBook == Codebook::kMul1) decode_tile<kBook, kRate2>(SharedTile{packed + i * kBytes}, place, b);
+      else decode_tile_by_tensor_cores<kBook, kRate2>(SharedTile{packed + i * kBytes}, place, b);
+      uint32_t left[2], middle[2];
+      mma_m16n8k16_half(left, h, b[0], b[2]);
+      mma_m16n8k16_half(middle, h, b[1], b[3]);
+      const uint32_t a[4] = {left[0], left[1], middle[0], middle[1]};
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float out[4] = {};
-        mma_m16n8k16(out, a, right[half][0], right[half][1]);
-        v[i][half] = pack_half2(out[0], out[1]);
-        v[i][2 + half] = pack_half2(out[2], out[3]);
+        uint32_t out[2];
+        mma_m16n8k16_half(out, a, right[half][0], right[half][1]);
+        v[i][half] = out[0], v[i][2 + half] = out[1];
       }
     }
     hadamard_8(v);
+    __syncthreads();  // all have read the block and the scales before
+    group += groups_on, at += on;
+    if (at >= blocks) at -= blocks, ++group;
+    const SharedAddress next = scales == first_scales ? first_scales + kScaleBytes : first_scales;
+    fetch(group, at, next);
 #pragma unroll
     for (int i = 0; i < 8; ++i)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         *reinterpret_cast<uint2*>(block + (i * kTile + g + 8 * half) * kOriginalPitch + warp * 8 + 2 * c) =
             make_uint2(v[i][2 * half], v[i][2 * half + 1]);
-  }
-  __syncthreads();
-  // A lane now takes four neighbouring columns of all eight tiles of a row.
-  const int64_t k0 = static_cast<int64_t>(blockIdx.y) * kHadamard, n0 = static_cast<int64_t>(blockIdx.x) * kBlockColumns;
-  const bool wide = stride % 4 == 0 && reinterpret_cast<uintptr_t>(w) % 8 == 0 && n0 + kBlockColumns <= columns;
-  uint2 scales[8];
+    // A lane now takes four neighbouring columns of all eight tiles of a row.
+    const bool wide = stride % 4 == 0 && reinterpret_cast<uintptr_t>(w) % 8 == 0 && n0 + kBlockColumns <= columns;
+    __syncthreads();
 #pragma unroll
-  for (int i = 0; i < 8; ++i)
-    scales[i] = *reinterpret_cast<const uint2*>(svh + first_block * kBlockColumns + n0 + i * kTile + 4 * c);
-#pragma unroll 1
-  for (int row = warp * 8 + g; row < kHadamard && k0 + row < k_true; row += 8 * kReconstructWarps) {
-    uint32_t u[8][2];
+    for (int half = 0; half < 2; ++half) {
+      const int row = warp * 8 + g + 64 * half;
+      uint32_t u[8][2];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const uint2 read = *reinterpret_cast<const uint2*>(block + row * kOriginalPitch + i * 8 + 2 * c);
-      u[i][0] = read.x, u[i][1] = read.y;
-    }
-    hadamard_8(u);
-    const float row_scale = __half2float(suh[k0 + row]) * (static_cast<float>(kOriginalDivide) / kHadamard);
-    uint16_t* to = reinterpret_cast<uint16_t*>(w) + (k0 + row) * stride + n0 + 4 * c;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float2 low = to_float2(u[i][0]), high = to_float2(u[i][1]);
-      const float2 low_scale = to_float2(scales[i].x), high_scale = to_float2(scales[i].y);
-      const uint2 four = make_uint2(
-          pack_pair<T>(low.x * (row_scale * low_scale.x), low.y * (row_scale * low_scale.y)),
-          pack_pair<T>(high.x * (row_scale * high_scale.x), high.y * (row_scale * high_scale.y)));
-      if (wide) {
-        *reinterpret_cast<uint2*>(to + i * kTile) = four;
-      } else {
-        const int64_t left = columns - (n0 + i * kTile + 4 * c);
-        if (left > 0) to[i * kTile] = static_cast<uint16_t>(four.x);
-        if (left > 1) to[i * kTile + 1] = static_cast<uint16_t>(four.x >> 16);
-        if (left > 2) to[i * kTile + 2] = static_cast<uint16_t>(four.y);
-        if (left > 3) to[i * kTile + 3] = static_cast<uint16_t>(four.y >> 16);
+      for (int i = 0; i < 8; ++i) {
+        const uint2 read = *reinterpret_cast<const uint2*>(block + row * kOriginalPitch + i * 8 + 2 * c);
+        u[i][0] = read.x, u[i][1] = read.y;
       }
+      hadamard_8(u);
+      const uint32_t suh_pair = load_shared_32(scales + kHadamard * sizeof(__half) + row / 2 * 4);
+      const float row_scale = (row % 2 ? to_float2(suh_pair).y : to_float2(suh_pair).x) * kRowScale;
+      if (k0 + row < k_true)
+        store_original(w + (k0 + row) * stride + n0 + 4 * c, u, scales + 4 * c * sizeof(__half), row_scale, wide,
+                       columns - (n0 + 4 * c));
     }
+    scales = next;
   }
 }
 

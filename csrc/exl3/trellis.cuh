@@ -77,11 +77,12 @@ struct Rate {
     }
     return owner;
   }
-  __host__ __device__ static constexpr int pairs() {
-    int count = 1;
-    for (int g = 1; g < groups(); ++g) count += pair_of(g) == g;
+  __host__ __device__ static constexpr int pairs_before(int group) {
+    int count = 0;
+    for (int g = 0; g < group; ++g) count += pair_of(g) == g;
     return count;
   }
+  __host__ __device__ static constexpr int pairs() { return pairs_before(groups()); }
 };
 
 // What a lane must know of its place in a tile; computed once, outside every loop.
@@ -90,6 +91,7 @@ struct LanePlace {
   using R = Rate<kRate2>;
   uint32_t word[R::groups()][2];  // byte offsets within a tile of the two words that a group owns
   uint32_t shift[R::groups()];    // where the group's word starts in its pair, bits
+  uint32_t ones[2];               // where this lane's part of add_up's matrix is not 0, for words of even and odd k: ~0
 
   __device__ __forceinline__ explicit LanePlace(int lane) {
     unroll<R::groups()>([&](auto group) {
@@ -103,6 +105,8 @@ struct LanePlace {
       keep_in_register(word[g][1]);
       if constexpr (!R::kSameOffset) keep_in_register(shift[g]);
     });
+    ones[0] = lane / 4 == lane % 4 * 2 ? ~0u : 0;
+    ones[1] = lane / 4 == lane % 4 * 2 + 1 ? ~0u : 0;
   }
 };
 
@@ -114,51 +118,108 @@ __device__ __forceinline__ uint32_t window(uint32_t word) {
   return byte_pick(word << (kOffset % 8), 0, kPick);
 }
 
-// The eight states of a lane in one tile. load(word offset in bytes) reads a word of the tile.
+// The words of a tile that hold a lane's states: a pair for each group that owns one.
+template <int kRate2>
+using Words = uint32_t[Rate<kRate2>::pairs()][2];
+
+// load(word offset in bytes) reads a word of the tile.
 template <int kRate2, class Load>
-__device__ __forceinline__ void load_states(const Load& load, const LanePlace<kRate2>& place, uint32_t (&state)[8]) {
+__device__ __forceinline__ void load_words(const Load& load, const LanePlace<kRate2>& place, Words<kRate2>& words) {
   using R = Rate<kRate2>;
-  uint32_t pair[2] = {0, 0};
   unroll<R::groups()>([&](auto group) {
     constexpr int g = decltype(group)::value;
     if constexpr (R::pair_of(g) == g) {
-      pair[0] = load(place.word[g][0]);
-      pair[1] = load(place.word[g][1]);
+      words[R::pairs_before(g)][0] = load(place.word[g][0]);
+      words[R::pairs_before(g)][1] = load(place.word[g][1]);
     }
-    const uint32_t aligned = funnel_left(pair[0], pair[1], place.shift[g]);
+  });
+}
+
+// The eight states of a lane in one tile.
+template <int kRate2>
+__device__ __forceinline__ void states_of(const Words<kRate2>& words, const LanePlace<kRate2>& place, uint32_t (&state)[8]) {
+  using R = Rate<kRate2>;
+  unroll<R::groups()>([&](auto group) {
+    constexpr int g = decltype(group)::value, pair = R::pairs_before(R::pair_of(g));
+    const uint32_t aligned = funnel_left(words[pair][0], words[pair][1], place.shift[g]);
     unroll<8>([&](auto position) {
       constexpr int j = decltype(position)::value;
       if constexpr (R::group_of(j) == g) state[j] = window<R::end(j) - R::base(g)>(aligned);
     });
   });
 }
+template <int kRate2, class Load>
+__device__ __forceinline__ void load_states(const Load& load, const LanePlace<kRate2>& place, uint32_t (&state)[8]) {
+  Words<kRate2> words;
+  load_words<kRate2>(load, place, words);
+  states_of<kRate2>(words, place, state);
+}
+
+// A state's word: the weight is the sum of its fp16 halves, or, for mul1, follows from the sum of its bytes.
+template <Codebook kBook>
+__device__ __forceinline__ uint32_t expand(uint32_t state) {
+  if constexpr (kBook == Codebook::kMul1) return state * 0x83DCD12Du;
+  else if constexpr (kBook == Codebook::kMcg) return and_xor<0x8fff8fffu, 0x3b603b60u>(state * 0xCBAC1FEDu);
+  else return and_xor<0x8fff8fffu, 0x3b603b60u>(state * 89226354u + 64248484u);
+}
 
 // Two states to two fp16 weights in one word, the first in the low half. Bit-exact with the format's definition.
 template <Codebook kBook>
 __device__ __forceinline__ uint32_t decode_pair(uint32_t s0, uint32_t s1) {
+  const uint32_t x0 = expand<kBook>(s0), x1 = expand<kBook>(s1);
   if constexpr (kBook == Codebook::kMul1) {
     // (1024 + byte sum) as fp16 is 0x6400 | sum: the sum fits the ten mantissa bits.
-    const uint32_t sum0 = byte_sum(s0 * 0x83DCD12Du, 0x64006400u), sum1 = byte_sum(s1 * 0x83DCD12Du, 0);
-    return fma_half2(sum1 * 65536u + sum0, 0x1eee1eeeu, 0xc931c931u);
+    return fma_half2(byte_sum(x1, 0) * 65536u + byte_sum(x0, 0x64006400u), 0x1eee1eeeu, 0xc931c931u);
   } else {
-    constexpr uint32_t kMultiplier = kBook == Codebook::kMcg ? 0xCBAC1FEDu : 89226354u;
-    constexpr uint32_t kIncrement = kBook == Codebook::kMcg ? 0u : 64248484u;
-    const uint32_t x0 = and_xor<0x8fff8fffu, 0x3b603b60u>(s0 * kMultiplier + kIncrement);
-    const uint32_t x1 = and_xor<0x8fff8fffu, 0x3b603b60u>(s1 * kMultiplier + kIncrement);
     // Two swizzled adds and one pick keep the integer pipe lighter than two picks and one add.
     return byte_pick(add_halves(x0), add_halves(x1), 0x5410);
   }
 }
 
 // One tile as the A fragment (weights transposed: rows are output columns n, columns are inputs k) of mma_m16n8k16.
-template <Codebook kBook, int kRate2, class Load>
-__device__ __forceinline__ void decode_tile(const Load& load, const LanePlace<kRate2>& place, uint32_t (&a)[4]) {
-  uint32_t s[8];
-  load_states<kRate2>(load, place, s);
+template <Codebook kBook>
+__device__ __forceinline__ void decode_states(const uint32_t (&s)[8], uint32_t (&a)[4]) {
   a[0] = decode_pair<kBook>(s[0], s[1]);
   a[1] = decode_pair<kBook>(s[4], s[5]);
   a[2] = decode_pair<kBook>(s[2], s[3]);
   a[3] = decode_pair<kBook>(s[6], s[7]);
+}
+template <Codebook kBook, int kRate2, class Load>
+__device__ __forceinline__ void decode_tile(const Load& load, const LanePlace<kRate2>& place, uint32_t (&a)[4]) {
+  uint32_t s[8];
+  load_states<kRate2>(load, place, s);
+  decode_states<kBook>(s, a);
+}
+
+// Words of rows g and g + 8 at an even k, then at the next, to the weights of the two rows. The tensor cores add: a matrix
+// of zeros and ones puts the sum of lane c's word of even k into column 2c, that of odd k into 2c + 1. They round once, as
+// the format does, so the weights are exact.
+template <Codebook kBook>
+__device__ __forceinline__ void add_up(const uint32_t (&word)[4], const uint32_t (&ones)[2], uint32_t& low, uint32_t& high) {
+  if constexpr (kBook == Codebook::kMul1) {
+    // Twice a byte sum as the bits of fp16 is the sum in units of 2^-23, and the format's (1024 + sum) * c - 10.3828125 is
+    // sum * c - 3.453125, rounded once, c = 0x1eee.
+    uint32_t twice[4];
+    mma_m16n8k32_bytes(twice, word, ones[0] & 0x02020202u, ones[1] & 0x02020202u);
+    low = fma_half2(twice[1] * 65536u + twice[0], 0x7aee7aeeu, 0xc2e8c2e8u);
+    high = fma_half2(twice[3] * 65536u + twice[2], 0x7aee7aeeu, 0xc2e8c2e8u);
+  } else {
+    uint32_t sum[2];
+    mma_m16n8k16_half(sum, word, ones[0] & 0x3c003c00u, ones[1] & 0x3c003c00u);
+    low = sum[0], high = sum[1];
+  }
+}
+
+// The same as decode_tile for kernels that leave the tensor cores idle: 10 instructions less.
+template <Codebook kBook, int kRate2, class Load>
+__device__ __forceinline__ void decode_tile_by_tensor_cores(const Load& load, const LanePlace<kRate2>& place,
+                                                            uint32_t (&a)[4]) {
+  uint32_t s[8];
+  load_states<kRate2>(load, place, s);
+  const uint32_t left[4] = {expand<kBook>(s[0]), expand<kBook>(s[4]), expand<kBook>(s[1]), expand<kBook>(s[5])};
+  const uint32_t right[4] = {expand<kBook>(s[2]), expand<kBook>(s[6]), expand<kBook>(s[3]), expand<kBook>(s[7])};
+  add_up<kBook>(left, place.ones, a[0], a[1]);
+  add_up<kBook>(right, place.ones, a[2], a[3]);
 }
 
 // Where a tile's words are read from.

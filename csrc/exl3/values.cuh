@@ -13,6 +13,13 @@ __device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
 template <>
 __device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
 
+template <class T>
+__device__ __forceinline__ T from_float(float v) { return v; }
+template <>
+__device__ __forceinline__ __half from_float(float v) { return __float2half_rn(v); }
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
+
 __device__ __forceinline__ uint32_t pack_half2(float low, float high) {
   const __half2 pair = __floats2half2_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&pair);
@@ -32,8 +39,8 @@ __device__ __forceinline__ float load(const void* x, int64_t at, DataType type) 
 }
 
 __device__ __forceinline__ void store(void* y, int64_t at, DataType type, float value) {
-  if (type == DataType::kHalf) static_cast<__half*>(y)[at] = __float2half_rn(value);
-  else if (type == DataType::kBfloat16) static_cast<__nv_bfloat16*>(y)[at] = __float2bfloat16_rn(value);
+  if (type == DataType::kHalf) static_cast<__half*>(y)[at] = from_float<__half>(value);
+  else if (type == DataType::kBfloat16) static_cast<__nv_bfloat16*>(y)[at] = from_float<__nv_bfloat16>(value);
   else static_cast<float*>(y)[at] = value;
 }
 

@@ -11,49 +11,25 @@ namespace exl3 {
 constexpr int kConsumerWarps = kBlockTiles;  // two warpgroups
 constexpr int kExchangeRows = 64;            // of a tile, transformed at a time
 
-#if EXL3_WARPGROUP
+constexpr int kWideRows = 256;               // of a tile, beside its 128 columns
+using WideSums = float[kWideRows / kGroupRows][4];
 
-__device__ __forceinline__ void store_four(__half* y, const float (&v)[4]) {
-  *reinterpret_cast<uint2*>(y) = make_uint2(pack_half2(v[0], v[1]), pack_half2(v[2], v[3]));
-}
-__device__ __forceinline__ void store_four(__nv_bfloat16* y, const float (&v)[4]) {
-  const __nv_bfloat162 low = __floats2bfloat162_rn(v[0], v[1]), high = __floats2bfloat162_rn(v[2], v[3]);
-  *reinterpret_cast<uint2*>(y) =
-      make_uint2(*reinterpret_cast<const uint32_t*>(&low), *reinterpret_cast<const uint32_t*>(&high));
-}
-__device__ __forceinline__ void store_four(float* y, const float (&v)[4]) {
-  *reinterpret_cast<float4*>(y) = make_float4(v[0], v[1], v[2], v[3]);
-}
+#if EXL3_WARPGROUP
 
 // Four neighbouring columns of each tile of a row, from `column` of the shard, times svh.
 template <class T>
 __device__ __forceinline__ void store_row(const LinearArgs& args, const LinearShard& shard, int column, int row,
                                           const float (&u)[kBlockTiles][4]) {
+  const OutputRow<T> y(args, shard, row);
   const __half* const svh = static_cast<const __half*>(shard.svh) + column;
-  T* const y = static_cast<T*>(args.y) + row * args.y_stride + shard.out_column - shard.first + column;
-  const bool wide = (args.y_stride | (shard.out_column - shard.first)) % 4 == 0 &&
-                    reinterpret_cast<uintptr_t>(args.y) % (4 * sizeof(T)) == 0;
 #pragma unroll
-  for (int tile = 0; tile < kBlockTiles; ++tile) {
-    const uint2 scales = *reinterpret_cast<const uint2*>(svh + tile * kTile);
-    const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&scales.x));
-    const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&scales.y));
-    const float v[4] = {u[tile][0] * kHadamardScale * low.x, u[tile][1] * kHadamardScale * low.y,
-                        u[tile][2] * kHadamardScale * high.x, u[tile][3] * kHadamardScale * high.y};
-    const int n = column + tile * kTile - shard.first;
-    if (wide && n >= 0 && n + 4 <= shard.width) {
-      store_four(y + tile * kTile, v);
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (n + i >= 0 && n + i < shard.width) store(args.y, y + tile * kTile + i - static_cast<T*>(args.y), args.y_type, v[i]);
-    }
-  }
+  for (int tile = 0; tile < kBlockTiles; ++tile)
+    y.store(column + tile * kTile, u[tile], *reinterpret_cast<const uint2*>(svh + tile * kTile));
 }
 
 // The part of H within a warp's registers, then 64 rows of sums to shared memory.
-template <int kChunk, class S>
-__device__ __forceinline__ void put_rows(Sums<S>& sums, SharedAddress to, float sign) {
+template <int kChunk>
+__device__ __forceinline__ void put_rows(WideSums& sums, SharedAddress to, float sign) {
 #pragma unroll
   for (int g = 0; g < kExchangeRows / kGroupRows; ++g) {
     float(&v)[4] = sums[kChunk * (kExchangeRows / kGroupRows) + g];
@@ -68,10 +44,9 @@ __device__ __forceinline__ void put_rows(Sums<S>& sums, SharedAddress to, float 
 }
 
 // H and svh for one whole tile: sums to y. All consumers together.
-template <class S>
 __device__ __forceinline__ void transform_tile(const LinearArgs& args, const LinearShard& shard, int block, int row0,
-                                               Sums<S>& sums, SharedAddress exchange) {
-  static_assert(S::kRows == 4 * kExchangeRows, "four chunks");
+                                               WideSums& sums, SharedAddress exchange) {
+  static_assert(kWideRows == 4 * kExchangeRows, "four chunks");
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const SharedAddress to = exchange + (lane % 4 * 2 * kFinishPitch + warp * kTile + lane / 4) * 4;
   const float sign = lane & 16 ? -1.0f : 1.0f;
@@ -80,10 +55,10 @@ __device__ __forceinline__ void transform_tile(const LinearArgs& args, const Lin
   const SharedAddress from = exchange + (row * kFinishPitch + column) * 4;
 #pragma unroll 1
   for (int chunk = 0; chunk < 4 && row0 + chunk * kExchangeRows < args.m; ++chunk) {
-    if (chunk == 0) put_rows<0, S>(sums, to, sign);
-    else if (chunk == 1) put_rows<1, S>(sums, to, sign);
-    else if (chunk == 2) put_rows<2, S>(sums, to, sign);
-    else put_rows<3, S>(sums, to, sign);
+    if (chunk == 0) put_rows<0>(sums, to, sign);
+    else if (chunk == 1) put_rows<1>(sums, to, sign);
+    else if (chunk == 2) put_rows<2>(sums, to, sign);
+    else put_rows<3>(sums, to, sign);
     group_barrier<32 * kConsumerWarps>(1);
     float u[kBlockTiles][4];
 #pragma unroll

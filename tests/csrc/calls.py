@@ -32,7 +32,6 @@ def linear(
     dependent: bool = False,
     pad: int = 0,
     target: str = "warp",
-    wide: int = 0,
     blocks: int = 0,
 ) -> torch.Tensor:
     """[m, sum of widths] `dtype` of operator `linear`, or of `linear_many_rows` on so many blocks.
@@ -47,7 +46,7 @@ def linear(
         if blocks:
             enqueue_many_rows(arena, y[:, :columns], x_wide.copy_(x), shards, blocks, target)
         else:
-            enqueue_linear(arena, y[:, :columns], x_wide.copy_(x), shards, splits, dependent, target=target, wide=wide)
+            enqueue_linear(arena, y[:, :columns], x_wide.copy_(x), shards, splits, dependent, target=target)
         load(target).synchronize()
         assert y[:, columns:].isnan().all(), "a write between the rows of y"
         return y[:, :columns]
@@ -64,7 +63,6 @@ def enqueue_linear(
     dependent: bool,
     scratch: torch.Tensor | None = None,
     target: str = "warp",
-    wide: int = 0,
 ) -> torch.Tensor:
     """Launches without waiting, x as it lies; returns the scratch, one made for the purpose unless given."""
     k, blocks = shards[0].k, sum(shard.n for shard in shards) // BLOCK
@@ -72,7 +70,7 @@ def enqueue_linear(
     need = ops.linear_scratch_bytes(x.shape[0], k, blocks, len(shards), splits)
     if scratch is None:
         scratch = arena.empty((need,), torch.uint8, align=256)
-    ops.linear(y, x, *_weights(arena, shards), scratch, k, *_numbers(shards), splits, dependent, wide)
+    ops.linear(y, x, *_weights(arena, shards), scratch, k, *_numbers(shards), splits, dependent)
     return scratch
 
 

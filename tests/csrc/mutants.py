@@ -10,7 +10,6 @@ DEPENDENT = "test_dependent_launches_wait_for_what_they_read"
 ROTATED = "test_reconstruct_is_exact"
 ORIGINAL = "test_reconstruct_original"
 WARPGROUPS = "test_warpgroups_give_the_same_bytes"
-BESIDE = "test_warps_that_decode_beside_warps_that_multiply_give_the_same_bytes"
 MANY = "test_many_rows"
 MANY_MERGED = "test_many_rows_of_merged_projections"
 MERGED = "test_merged_projections"
@@ -35,8 +34,8 @@ MUTANTS: dict[str, Mutant] = {
     # Barriers and waits.
     "stage-read-before-all-copied": Mutant(
         file="linear.cuh",
-        old="__syncthreads();\n    SharedAddress to",
-        new="SharedAddress to",
+        old="    __syncthreads();\n    // The run ahead",
+        new="    // The run ahead",
     ),
     "one-copy-group-too-few": Mutant(
         file="linear.cuh", old="cp_async_wait<S::kSlots - 2>", new="cp_async_wait<S::kSlots - 1>"
@@ -54,14 +53,18 @@ MUTANTS: dict[str, Mutant] = {
         file="reconstruct.cuh", old="  __syncthreads();\n  store_rows", new="  store_rows", test=ROTATED
     ),
     "block-read-before-transformed": Mutant(
-        file="reconstruct.cuh", old="  __syncthreads();\n  // A lane now", new="  // A lane now", test=ORIGINAL
+        file="reconstruct.cuh",
+        old="    __syncthreads();\n#pragma unroll\n    for (int half",
+        new="#pragma unroll\n    for (int half",
+        test=ORIGINAL,
     ),
     "warpgroup-reads-unpublished-copies": Mutant(
         file="linear.cuh", old="    if constexpr (kWarpgroup<S>) publish_shared();\n", new="", test=WARPGROUPS
     ),
     "warpgroup-without-fence": Mutant(file="linear.cuh", old="      warpgroup_arrive();\n", new="", test=WARPGROUPS),
-    "warpgroup-sums-in-flight": Mutant(
-        file="linear.cuh", old="warpgroup_wait<0>", new="warpgroup_wait<1>", test=WARPGROUPS
+    "warpgroup-sums-in-flight": Mutant(file="linear.cuh", old="    warpgroup_wait<0>();\n", new="", test=WARPGROUPS),
+    "fragments-decoded-over-those-in-use": Mutant(
+        file="linear.cuh", old="      warpgroup_wait<1>();\n", new="", test=WARPGROUPS
     ),
     "slot-loaded-beyond-its-column-block": Mutant(
         file="linear.cuh",
@@ -70,40 +73,40 @@ MUTANTS: dict[str, Mutant] = {
         test=CUT,
     ),
     # Warps that decode beside warps that multiply.
-    "weights-multiplied-before-published": Mutant(
-        file="wide.cuh", old="      publish_shared();\n", new="", test=BESIDE
-    ),
+    "weights-multiplied-before-published": Mutant(file="wide.cuh", old="      publish_shared();\n", new="", test=MANY),
     "weights-stored-over-those-in-use": Mutant(
-        file="wide.cuh", old="      barrier_wait(shared.empty(turn.stage), turn.parity ^ 1);\n", new="", test=BESIDE
+        file="wide.cuh", old="      barrier_wait(shared.empty(turn.stage), turn.parity ^ 1);\n", new="", test=MANY
     ),
     "weights-multiplied-before-stored": Mutant(
-        file="wide.cuh", old="      barrier_wait(shared.weights_full(turn.stage), turn.parity);\n", new="", test=BESIDE
+        file="wide.cuh", old="      barrier_wait(shared.weights_full(turn.stage), turn.parity);\n", new="", test=MANY
     ),
     "stage-released-while-it-is-read": Mutant(
-        file="wide.cuh", old="if (before >= 0) release(before);", new="release(turn.stage);", test=BESIDE
+        file="wide.cuh", old="if (before >= 0) release(before);", new="release(turn.stage);", test=MANY
     ),
     "packed-weights-decoded-before-they-came": Mutant(
-        file="wide.cuh", old="      cp_async_wait<S::kPackedStages - 1>();\n", new="", test=BESIDE
+        file="wide.cuh", old="      cp_async_wait<Wide::kPackedStages - 1>();\n", new="", test=MANY
     ),
     "rotated-input-over-that-in-use": Mutant(
         file="wide.cuh",
         old="    barrier_wait(shared.empty(turn.stage), turn.parity ^ 1);\n    barrier_expect",
         new="    barrier_expect",
-        test=BESIDE,
+        test=MANY,
     ),
     "turns-begin-anew-with-each-segment": Mutant(
-        file="wide.cuh", old="phase -= stages;", new="phase = warp;", test=BESIDE
+        file="wide.cuh", old="phase -= stages;", new="phase = warp;", test=MANY
     ),
     "matrix-stored-elsewhere": Mutant(
-        file="wide.cuh", old="lane / 16 * (kBlockColumns * 16)", new="lane / 16 * 256", test=BESIDE
+        file="wide.cuh", old="lane / 16 * (kBlockColumns * 16)", new="lane / 16 * 256", test=MANY
     ),
     "warpgroups-multiply-the-same-columns": Mutant(
         file="wide.cuh",
         old="warp / 4 * (kBlockColumns / 2 * 16)",
         new="warp / 8 * (kBlockColumns / 2 * 16)",
-        test=BESIDE,
+        test=MANY,
     ),
-    "parts-of-a-run-in-one-place": Mutant(file="wide.cuh", old="2 * run + (first == 0)", new="2 * run", test=MANY),
+    "parts-of-a-worker-in-one-place": Mutant(
+        file="wide.cuh", old="2 * worker + (first == 0)", new="2 * worker", test=MANY
+    ),
     "border-at-a-tile-begin-missed": Mutant(
         file="wide.cuh", old="work.cut.start(first) > begin", new="work.cut.start(first) >= begin", test=MANY
     ),
@@ -120,7 +123,7 @@ MUTANTS: dict[str, Mutant] = {
         test=MANY,
     ),
     "four-columns-at-once-too-often": Mutant(
-        file="wide_store.cuh", old="wide && n >= 0 && n + 4 <= shard.width", new="wide && n >= 0", test=MANY_MERGED
+        file="finish.cuh", old="aligned && n >= first && n + 4 <= end", new="aligned && n >= first", test=MANY_MERGED
     ),
     "rotated-rows-of-the-first-shard": Mutant(
         file="rotate.cuh",
@@ -148,12 +151,12 @@ MUTANTS: dict[str, Mutant] = {
     "shards-share-their-input": Mutant(
         file="linear.cuh", old="x = rotated + index * rotation_bytes +", new="x = rotated +", test=MERGED
     ),
-    "halves-of-a-step-swapped": Mutant(file="linear.cuh", old="(step * 2 + half)", new="(step * 2 + 1 - half)"),
+    "halves-of-a-step-swapped": Mutant(file="linear.cuh", old="weights + half * ", new="weights + (1 - half) * "),
     "matrices-one-group-off": Mutant(
         file="linear.cuh", old="x + lane / 8 * kEightDeep", new="x + lane / 16 * kEightDeep"
     ),
-    "warpgroup-second-half-one-off": Mutant(
-        file="linear.cuh", old="(4 * step + 2)", new="(4 * step + 1)", test=WARPGROUPS
+    "warpgroup-input-one-off": Mutant(
+        file="linear.cuh", old="x + 2 * row * kEightDeep", new="x + (2 * row + 1) * kEightDeep", test=WARPGROUPS
     ),
     "owner-off-by-the-longer-runs": Mutant(
         file="mma.cuh", old="longer + (unit - first) / shorter", new="(unit - first) / shorter", test=CUT
@@ -169,7 +172,7 @@ MUTANTS: dict[str, Mutant] = {
         old="tile[low + 1][at] = sum.y, tile[low][at + 8] = sum.z",
         new="tile[low + 1][at] = sum.z, tile[low][at + 8] = sum.y",
     ),
-    "one-column-too-many": Mutant(file="finish.cuh", old="n >= shard.width", new="n > shard.width", test=EDGES),
+    "one-column-too-many": Mutant(file="finish.cuh", old="n + i < end", new="n + i <= end", test=EDGES),
     "shard-border-off-by-one": Mutant(
         file="finish.cuh", old="while (block >= args.shard[index]", new="while (block > args.shard[index]", test=MERGED
     ),
@@ -196,7 +199,10 @@ MUTANTS: dict[str, Mutant] = {
         file="rotate.cuh", old="first + i < args.k_true", new="first + i <= args.k_true", test=EDGES
     ),
     "original-scales-of-the-first-block": Mutant(
-        file="reconstruct.cuh", old="svh + first_block * kBlockColumns + n0", new="svh + n0", test=ORIGINAL
+        file="reconstruct.cuh",
+        old="svh + (first_block + at) * kBlockColumns",
+        new="svh + at * kBlockColumns",
+        test=ORIGINAL,
     ),
     "original-fragment-swapped": Mutant(
         file="reconstruct.cuh",
@@ -206,6 +212,18 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "original-one-row-too-many": Mutant(
         file="reconstruct.cuh", old="k0 + row < k_true", new="k0 + row <= k_true", test=ORIGINAL
+    ),
+    "original-scales-of-the-next-tile": Mutant(
+        file="reconstruct.cuh", old="    scales = next;\n", new="", test=ORIGINAL
+    ),
+    "original-block-overwritten-too-early": Mutant(
+        file="reconstruct.cuh", old="    __syncthreads();  // all have read", new="    // all have read", test=ORIGINAL
+    ),
+    "original-tiles-decoded-before-they-came": Mutant(
+        file="reconstruct.cuh", old="    cp_async_wait<0>();\n    __syncwarp();\n", new="", test=ORIGINAL
+    ),
+    "original-next-tile-one-on": Mutant(
+        file="reconstruct.cuh", old="at -= blocks, ++group", new="at -= blocks", test=ORIGINAL
     ),
     "original-columns-not-cut": Mutant(
         file="reconstruct.cuh", old=" && n0 + kBlockColumns <= columns", new="", test=ORIGINAL
@@ -228,7 +246,20 @@ MUTANTS: dict[str, Mutant] = {
     "codebook-multiplier-one-bit-off": Mutant(file="trellis.cuh", old="0xCBAC1FEDu", new="0xCBAC1FEFu"),
     "codebook-increment-one-off": Mutant(file="trellis.cuh", old="64248484u", new="64248485u"),
     "codebook-shift-one-bit-off": Mutant(file="trellis.cuh", old="0xc931c931u", new="0xc930c931u"),
-    "states-swapped-in-a-pair": Mutant(file="trellis.cuh", old="0x5410", new="0x1054"),
+    "states-swapped-in-a-pair": Mutant(file="trellis.cuh", old="0x5410", new="0x1054", test=ROTATED),
+    "sums-in-the-wrong-column": Mutant(
+        file="trellis.cuh", old="lane % 4 * 2 + 1 ? ~0u : 0", new="lane % 4 * 2 ? ~0u : 0"
+    ),
+    "words-swapped-before-they-are-added": Mutant(
+        file="trellis.cuh",
+        old="right[4] = {expand<kBook>(s[2]), expand<kBook>(s[6])",
+        new="right[4] = {expand<kBook>(s[6]), expand<kBook>(s[2])",
+    ),
+    "byte-sums-shifted": Mutant(
+        file="trellis.cuh",
+        old="low = fma_half2(twice[1] * 65536u + twice[0], 0x7aee7aeeu, 0xc2e8c2e8u)",
+        new="low = fma_half2(twice[1] * 65536u + twice[0], 0x7aee7aeeu, 0xc2e9c2e9u)",
+    ),
     # From operators to launches.
     "trellis-of-the-first-shard": Mutant(
         file="bindings.cpp", old="trellis_bytes + 2 * words", new="trellis_bytes", test=MERGED

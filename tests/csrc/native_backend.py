@@ -41,7 +41,7 @@ def check_merged(rows: int, fused_rows: int, many_rows: int = 0) -> None:
     x = random_x(rows, 256, torch.bfloat16)
     shards = [number for shard in MERGED for number in (shard.n, shard.first, shard.width, shard.rate2)]
     tensors = [torch.cat([getattr(shard, name).view(-1) for shard in MERGED]) for name in ("trellis", "suh", "svh")]
-    arguments = (x, *tensors, 256, shards, ops.CODEBOOK_CODES["mul1"], 3, fused_rows, many_rows, 64, 128, 90, 2)
+    arguments = (x, *tensors, 256, shards, ops.CODEBOOK_CODES["mul1"], 3, fused_rows, many_rows, 128, 90, 2)
     torch.library.opcheck(ops.linear, arguments, test_utils=("test_schema", "test_faketensor"))
     want = torch.cat([shard.product(x) for shard in MERGED], dim=1)
     got = error(ops.linear(*arguments), want)

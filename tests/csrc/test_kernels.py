@@ -46,15 +46,6 @@ def test_warpgroups_give_the_same_bytes(book, rate):
         assert same_bytes(linear(x[-m:], [shard], splits=1, target="warpgroup"), warps)
 
 
-@pytest.mark.parametrize("book, rate", FORMATS)
-def test_warps_that_decode_beside_warps_that_multiply_give_the_same_bytes(book, rate):
-    """The kernels of SM90 for many rows, cut as the others are; each ring of stages goes round."""
-    shard, x = random_shard(640, 256, rate, book), random_x(100, 640)
-    for m, splits in ((100, 1), (100, 5), (50, 2)):
-        want = linear(x[:m], [shard], splits=splits)
-        assert same_bytes(linear(x[:m], [shard], splits=splits, target="warpgroup", wide=64), want)
-
-
 @pytest.mark.parametrize("book, rate", [("mcg", 3), ("mcg", 4), ("mul1", 2.5), ("3inst", 8)])
 @pytest.mark.parametrize("m, blocks", [(70, 1), (70, 2), (300, 4), (300, 5), (300, 6), (600, 100)])
 def test_many_rows(book, rate, m, blocks):
@@ -186,7 +177,6 @@ GOOD = {
     "codebook": 1,
     "splits": 2,
     "dependent_launch": False,
-    "wide": 0,
 }
 REFUSALS = [
     ({"x": torch.zeros(2, 129)}, "x has 129 columns, want at most k = 128"),

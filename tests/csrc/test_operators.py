@@ -95,6 +95,6 @@ def test_operators_of_layers_have_fakes():
         for size, dtype in ((1, torch.int16), (1, torch.half), (1, torch.half))
     ]
     x = torch.empty(7, 250, dtype=torch.bfloat16, device="meta")
-    ours = ops.linear(x, *meta, 256, shards, 2, 3, 8, 0, 0, 128, 90, 132)
+    ours = ops.linear(x, *meta, 256, shards, 2, 3, 8, 0, 128, 90, 132)
     for result in (ours, ops.parity_linear(x, *meta, 256, shards, 2)):
         assert (tuple(result.shape), result.dtype) == ((7, 300), torch.bfloat16)

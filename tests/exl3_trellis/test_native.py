@@ -33,7 +33,7 @@ def asked_for(monkeypatch: pytest.MonkeyPatch, plan: native.NativePlan, rows: in
     monkeypatch.setattr(ops, "scratch", scratch)
     x = torch.empty(rows, plan.query.width, dtype=getattr(torch, plan.query.io_dtype), device="meta")
     weights = [torch.empty(0, device="meta")] * 3
-    numbers = (plan.codebook, plan.splits, plan.fused_rows, plan.many_rows, plan.wide, plan.chunk_columns)
+    numbers = (plan.codebook, plan.splits, plan.fused_rows, plan.many_rows, plan.chunk_columns)
     with pytest.raises(StopIteration):
         ops._linear(x, *weights, plan.query.k, list(plan.shards), *numbers, plan.sm, plan.sms)
     return sizes[0]
@@ -43,18 +43,18 @@ def asked_for(monkeypatch: pytest.MonkeyPatch, plan: native.NativePlan, rows: in
 @pytest.mark.parametrize("sm", CARDS)
 @pytest.mark.parametrize("dtype, fused", [("bfloat16", True), ("float32", True), ("float16", False)])
 def test_the_plan_knows_the_scratch_of_every_call(monkeypatch, dtype, fused, sm, many):
-    monkeypatch.setattr(native, "crossover", lambda _device: (128, many, 64 if many else 0))
+    monkeypatch.setattr(native, "crossover", lambda _device: (128, many))
     plan = native.plan(query(dtype, fused), CARDS[sm])
     sizes = [asked_for(monkeypatch, plan, rows) for rows in ROWS]
     assert max(sizes) <= plan.workspace_bytes
 
 
-def test_only_sm90_gets_kernels_of_its_own():
+def test_only_sm90_gets_a_kernel_of_its_own():
     for sm, card in CARDS.items():
         plan = native.plan(query(), card)
         assert (plan.sm, plan.sms) == (sm, card.sms)
         if sm != 90:
-            assert (plan.many_rows, plan.wide) == (0, 0)
+            assert plan.many_rows == 0
 
 
 def test_the_parity_path_decodes_and_multiplies():

@@ -67,15 +67,13 @@ def error(y: torch.Tensor, truth: torch.Tensor) -> float:
     return ((y.double() - truth).norm() / truth.norm()).item()
 
 
-def fused(
-    of: Layer, x: torch.Tensor, splits: int = 11, dtype: torch.dtype = torch.float32, wide: int = 64 if SM90 else 0
-) -> torch.Tensor:
-    """y by the fused kernels, from poisoned scratch into a poisoned output. wide: least row tile of SM90's own."""
+def fused(of: Layer, x: torch.Tensor, splits: int = 11, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """y by the fused kernels, from poisoned scratch into a poisoned output."""
     y = torch.full((x.shape[0], of.n), float("nan"), dtype=dtype, device=DEVICE)
     size = ops.fused_scratch_bytes(x.shape[0], of.k, of.n, 1, splits)
     poison = torch.full((size,), 255, dtype=torch.uint8, device=DEVICE)
     code = ops.CODEBOOK_CODES[of.book]
-    torch.ops.exl3.linear(y, x, of.trellis.view(-1), of.suh, of.svh, poison, of.k, of.shard, code, splits, True, wide)
+    torch.ops.exl3.linear(y, x, of.trellis.view(-1), of.suh, of.svh, poison, of.k, of.shard, code, splits, True)
     return y
 
 

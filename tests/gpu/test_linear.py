@@ -26,7 +26,7 @@ WAYS = [(EVERY_ROW, 0), (0, 0), *([(0, EVERY_ROW)] if SM90 else [])]  # rows fus
 
 def call(of: Layer, x: torch.Tensor, fused_rows: int = EVERY_ROW, many_rows: int = 0, chunk: int = 256) -> torch.Tensor:
     """As a layer calls it: output in x's dtype."""
-    numbers = (ops.CODEBOOK_CODES[of.book], 11, fused_rows, many_rows, 0, chunk, *CARD)
+    numbers = (ops.CODEBOOK_CODES[of.book], 11, fused_rows, many_rows, chunk, *CARD)
     return ops.linear(x, of.trellis.view(-1), of.suh, of.svh, of.k, of.shard, *numbers)
 
 
@@ -46,7 +46,6 @@ def test_a_row_has_the_same_bytes_alone_and_in_any_batch(book: str, rate: float)
     for rows in (2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 300):
         assert torch.equal(fused(of, x[:rows])[:40], alone[:rows]), f"{rows} rows"
         assert torch.equal(fused(of, x[-rows:]), fused(of, x)[-rows:]), f"the last {rows} rows"
-        assert torch.equal(fused(of, x[:rows], wide=0), fused(of, x[:rows])), f"{rows} rows, kernels of every card"
 
 
 @pytest.mark.skipif(not SM90, reason="a kernel that only SM90 has")
@@ -121,7 +120,7 @@ def test_short_inputs_count_as_zeros_and_outputs_are_cut() -> None:
     code = ops.CODEBOOK_CODES["mcg"]
     for rows, ways in ((3, WAYS[0]), *((70, way) for way in WAYS)):
         x = activations(rows, 576)
-        y = ops.linear(x, of.trellis.view(-1), of.suh, of.svh, K, [N, 70, 200, 6], code, 11, *ways, 0, 128, *CARD)
+        y = ops.linear(x, of.trellis.view(-1), of.suh, of.svh, K, [N, 70, 200, 6], code, 11, *ways, 128, *CARD)
         assert y.shape == (rows, 200)
         assert error(y, of.truth(x)[:, 70:270]) < 1e-3
 
@@ -137,7 +136,7 @@ def test_merged_outputs_of_several_rates(rates: tuple[float, ...], ways: tuple[i
     shards = [i for of, width in zip(layers, widths, strict=True) for i in (of.n, 0, width, round(2 * of.rate))]
     for rows in (1, 16, 50):
         x = activations(rows)
-        y = ops.linear(x, trellis, suh, svh, K, shards, 2, 11, *ways, 0, 128, *CARD)
+        y = ops.linear(x, trellis, suh, svh, K, shards, 2, 11, *ways, 128, *CARD)
         truth = torch.cat([of.truth(x)[:, :width] for of, width in zip(layers, widths, strict=True)], dim=1)
         assert error(y, truth) < 1e-3
 
@@ -179,5 +178,5 @@ def test_bad_arguments_are_named(change: dict[str, object], message: str) -> Non
     arguments = {"k": K, "shards": of.shard} | change
     with pytest.raises(RuntimeError, match=message.replace("(", r"\(")):
         torch.ops.exl3.linear(
-            y, x, of.trellis.view(-1), of.suh, of.svh, scratch, arguments["k"], arguments["shards"], 1, 11, True, 0
+            y, x, of.trellis.view(-1), of.suh, of.svh, scratch, arguments["k"], arguments["shards"], 1, 11, True
         )

@@ -24,6 +24,8 @@ T load_shared(SharedAddress address, const char* what) {
 inline uint32_t load_shared_32(SharedAddress address) { return load_shared<uint32_t>(address, "ld.shared.b32"); }
 inline uint4 load_shared_128(SharedAddress address) { return load_shared<uint4>(address, "ld.shared.v4.b32"); }
 
+inline uint2 load_shared_64(SharedAddress address) { return load_shared<uint2>(address, "ld.shared.v2.b32"); }
+
 // Matrix by matrix, lane l gets elements 2(l%4) and the next of the row whose address lane 8 * matrix + l/4 gave.
 struct MatrixRows {
   SharedAddress row;
@@ -46,6 +48,9 @@ inline uint4 load_matrices(SharedAddress row) {
 }
 
 inline void cp_async_16(SharedAddress to, const void* from) { emulate::copy_later(to, from); }
+inline void cp_async_16_if(bool wanted, SharedAddress to, const void* from) {
+  if (wanted) cp_async_16(to, from);
+}
 inline void cp_async_commit() { emulate::commit_copies(); }
 template <int kPending>
 void cp_async_wait() { emulate::finish_copies(kPending); }
@@ -84,6 +89,44 @@ inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uin
   emulate::wait_for_warp(multiply_fragments, &operands);
 }
 
+inline void mma_m16n8k16_half(uint32_t (&d)[2], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  float sum[4] = {};
+  mma_m16n8k16(sum, a, b0, b1);
+  for (int r = 0; r < 2; ++r)
+    d[r] = static_cast<uint32_t>(emulate::round_to<10, 5>(sum[2 * r])) |
+           static_cast<uint32_t>(emulate::round_to<10, 5>(sum[2 * r + 1])) << 16;
+}
+
+struct ByteOperands {
+  uint32_t* d;
+  const uint32_t* a;
+  uint32_t b[2];
+};
+// As multiply_fragments, with four bytes in the place of two halves.
+inline void multiply_bytes(void* const (&requests)[emulate::kLanes]) {
+  uint32_t a[16][32], b[32][8];
+  for (int lane = 0; lane < emulate::kLanes; ++lane) {
+    const auto& operands = *static_cast<const ByteOperands*>(requests[lane]);
+    const int g = lane / 4, c = lane % 4;
+    for (int byte = 0; byte < 4; ++byte) {
+      for (int r = 0; r < 4; ++r) a[g + r % 2 * 8][4 * c + byte + r / 2 * 16] = operands.a[r] >> 8 * byte & 0xff;
+      for (int r = 0; r < 2; ++r) b[4 * c + byte + r * 16][g] = operands.b[r] >> 8 * byte & 0xff;
+    }
+  }
+  for (int lane = 0; lane < emulate::kLanes; ++lane) {
+    uint32_t* d = static_cast<const ByteOperands*>(requests[lane])->d;
+    for (int e = 0; e < 4; ++e) {
+      const int row = lane / 4 + e / 2 * 8, column = lane % 4 * 2 + e % 2;
+      d[e] = 0;
+      for (int k = 0; k < 32; ++k) d[e] += a[row][k] * b[k][column];
+    }
+  }
+}
+inline void mma_m16n8k32_bytes(uint32_t (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  ByteOperands operands{d, a, {b0, b1}};
+  emulate::wait_for_warp(multiply_bytes, &operands);
+}
+
 template <uint32_t kMask, uint32_t kFlip>
 uint32_t and_xor(uint32_t x) { return (x & kMask) ^ kFlip; }
 
@@ -116,6 +159,7 @@ inline uint32_t fma_half2(uint32_t a, uint32_t b, uint32_t c) {
   }
   return y;
 }
+inline uint32_t mul_half2(uint32_t a, uint32_t b) { return fma_half2(a, b, 0x80008000u); }
 inline uint32_t add_half2(uint32_t a, uint32_t b) { return fma_half2(a, 0x3c003c00u, b); }
 inline uint32_t sub_half2(uint32_t a, uint32_t b) { return add_half2(a, b ^ 0x80008000u); }
 inline uint32_t add_halves(uint32_t x) { return add_half2((x & 0xffff) * 0x10001u, (x >> 16) * 0x10001u); }

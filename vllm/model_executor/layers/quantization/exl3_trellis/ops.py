@@ -83,7 +83,6 @@ def _linear(
     splits: int,
     fused_rows: int,
     many_rows: int,
-    wide: int,
     chunk_columns: int,
     sm: int,
     sms: int,
@@ -91,8 +90,7 @@ def _linear(
     """y [m, sum of widths] of x's dtype from x [m, k'], k' <= k.
 
     trellis, suh and svh hold the shards end to end; shards has SHARD_INTS integers each.  Up to `fused_rows` rows run
-    fused, in row tiles from `wide` on (0: in none) by a kernel of SM90 alone, and up to `many_rows` by its kernel for
-    many rows; more decode `chunk_columns` columns at a time to the original basis and leave the product to the library.
+    fused and up to `many_rows` by SM90's kernel for many rows; more decode `chunk_columns` columns at a time to the original basis and leave the product to the library.
     """
     m = x.shape[0]
     if x.stride(-1) != 1:
@@ -102,7 +100,7 @@ def _linear(
     if m <= fused_rows:
         size = fused_scratch_bytes(m, k, sum(shards[0::SHARD_INTS]), count, splits)
         buffer = scratch(x, size)
-        torch.ops.exl3.linear(y, x, *weights, buffer, k, shards, codebook, splits, sm >= 90, wide)
+        torch.ops.exl3.linear(y, x, *weights, buffer, k, shards, codebook, splits, sm >= 90)
     elif m <= many_rows:
         buffer = scratch(x, many_scratch_bytes(m, k, count, sms))
         for rows, out in zip(x.split(MANY_SLICE), y.split(MANY_SLICE), strict=True):
@@ -206,7 +204,7 @@ def _fake(
 
 
 _TENSORS = "Tensor x, Tensor trellis, Tensor suh, Tensor svh, int k, int[] shards, int codebook"
-_NUMBERS = "int splits, int fused_rows, int many_rows, int wide, int chunk_columns, int sm, int sms"
+_NUMBERS = "int splits, int fused_rows, int many_rows, int chunk_columns, int sm, int sms"
 _library = torch.library.Library("exl3_trellis", "FRAGMENT")
 if not hasattr(torch.ops.exl3_trellis, "linear"):
     for _name, _schema, _run in (

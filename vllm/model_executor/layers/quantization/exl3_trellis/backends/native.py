@@ -27,15 +27,14 @@ MIN_SM = 80  # mma.sync m16n8k16 and cp.async
 # Four stages of 32 rows at 8 bits: the most shared memory any fused kernel asks for.
 SHARED_BYTES = 98_304
 MAX_SHARDS = 8
-CHUNK_BYTES = 160 << 20  # of dense weights at a time: 8192 x 8192 in one piece, and the library's tiles stay many
+CHUNK_BYTES = 288 << 20  # of dense weights at a time: 5120 x 27648 in one piece, so that the library's tiles stay many
 BLOCKS_PER_SM = 2  # what the registers of the fused kernels allow; more blocks would run in a second wave
 
 EVERY_ROW = 1 << 30
-# SM; most rows fused; most rows of SM90's kernel for many; least row tile that SM90's own fused kernel serves, or 0;
-# the measurement that chose them.  The first that fits.
+# SM; most rows fused; most rows of SM90's kernel for many; the measurement that chose them.  The first that fits.
 CROSSOVERS = (
-    ((90, 90), 128, 512, 0, "one H200, where each way was the fastest on average: csrc/exl3/README.md, bench/results"),
-    ((80, 999), 128, 0, 0, "not measured: one row tile of the widest kernel, so that each weight is decoded once"),
+    ((90, 90), 128, 256, "one H200, where each way was the fastest on average: csrc/exl3/README.md, bench/results"),
+    ((80, 999), 128, 0, "not measured: one row tile of the widest kernel, so that each weight is decoded once"),
 )
 
 ERROR_LIMITS = {"float32": 1e-3, "float16": 1e-3, "bfloat16": 5e-3}  # relative, of the start-up check
@@ -52,7 +51,6 @@ class NativePlan:
     splits: int
     fused_rows: int
     many_rows: int
-    wide: int  # least row tile of SM90's own fused kernel
     chunk_columns: int
     sm: int
     sms: int
@@ -83,7 +81,7 @@ def plan(query: LinearQuery, device: Device) -> NativePlan:
     for shard in query.shards:
         shards += (shard.n, shard.first, shard.width, round(2 * shard.rate))
     splits = splits_for(query, device)
-    rows, many, wide = crossover(device)
+    rows, many = crossover(device)
     if not query.fused:
         rows, many = 0, 0
     if query.io_dtype == "float32" and many < query.max_rows:  # the library multiplies 16-bit types here
@@ -105,7 +103,6 @@ def plan(query: LinearQuery, device: Device) -> NativePlan:
         splits=splits,
         fused_rows=fused_rows,
         many_rows=many_rows,
-        wide=wide,
         chunk_columns=chunk,
         sm=device.sm,
         sms=device.sms,
@@ -113,9 +110,9 @@ def plan(query: LinearQuery, device: Device) -> NativePlan:
     )
 
 
-def crossover(device: Device) -> tuple[int, int, int]:
+def crossover(device: Device) -> tuple[int, int]:
     """The numbers of CROSSOVERS for a card."""
-    return next(row[1:4] for row in CROSSOVERS if row[0][0] <= device.sm <= row[0][1])
+    return next(row[1:3] for row in CROSSOVERS if row[0][0] <= device.sm <= row[0][1])
 
 
 def chunk_columns(query: LinearQuery) -> int:
@@ -151,7 +148,6 @@ def run(plan: NativePlan, prepared: Mapping[str, torch.Tensor], x: torch.Tensor)
         plan.splits,
         plan.fused_rows,
         plan.many_rows,
-        plan.wide,
         plan.chunk_columns,
         plan.sm,
         plan.sms,
@@ -176,13 +172,13 @@ def check_kernels(device: torch.device, codebook: str, rate: float, io_dtype: st
     shard = [n, 0, n, round(2 * rate)]
     where = Device.of(device)
     ways = [(m, m, 0) for m in CHECK_ROWS]
-    _, many, wide = crossover(where)
+    _, many = crossover(where)
     if many:
         ways.append((max(CHECK_ROWS), 0, EVERY_ROW))
     if io_dtype != "float32":
         ways += [(m, 0, 0) for m in (min(CHECK_ROWS), max(CHECK_ROWS))]
     for m, fused_rows, many_rows in ways:
-        numbers = (5, fused_rows, many_rows, wide, 128, where.sm, where.sms)
+        numbers = (5, fused_rows, many_rows, 128, where.sm, where.sms)
         y = ops.linear(rows[:m], trellis.view(-1), suh, svh, k, shard, code, *numbers).float()
         error = ((y - want[:m]).norm() / want[:m].norm()).item()
         how = "fused" if fused_rows else "many rows" if many_rows else "reconstructed"
