@@ -14,9 +14,14 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
+if TYPE_CHECKING:
+    from .plan import Device
+
+MIN_SM = 80  # mma.sync m16n8k16 and cp.async
 EXTENSION = Path(__file__).with_name("_exl3_C.abi3.so")
 CODEBOOK_CODES = {"3inst": 0, "mcg": 1, "mul1": 2}
 SHARD_INTS = 4  # n, first, width, 2 * rate
@@ -37,6 +42,20 @@ def load() -> tuple[bool, str]:
         except OSError as error:
             return False, f"{EXTENSION.name} does not load: {error}"
     return True, ""
+
+
+def runs_on(device: Device, shared_bytes: int) -> tuple[bool, str]:
+    """Whether the extension's kernels run there: (True, "") or (False, why not).
+
+    shared_bytes: the most shared memory that a thread block of them asks for.
+    """
+    if device.kind != "cuda":
+        return False, f"runs on CUDA, not on {device.kind}"
+    if device.sm < MIN_SM:
+        return False, f"needs SM{MIN_SM} or newer, this card is SM{device.sm}"
+    if device.smem < shared_bytes:
+        return False, f"needs {shared_bytes} bytes of shared memory a block, this card has {device.smem}"
+    return load()
 
 
 def row_tile(rows: int) -> int:
@@ -90,7 +109,8 @@ def _linear(
     """y [m, sum of widths] of x's dtype from x [m, k'], k' <= k.
 
     trellis, suh and svh hold the shards end to end; shards has SHARD_INTS integers each.  Up to `fused_rows` rows run
-    fused and up to `many_rows` by SM90's kernel for many rows; more decode `chunk_columns` columns at a time to the original basis and leave the product to the library.
+    fused and up to `many_rows` by SM90's kernel for many rows; more decode `chunk_columns` columns at a time to the
+    original basis and leave the product to the library.
     """
     m = x.shape[0]
     if x.stride(-1) != 1:

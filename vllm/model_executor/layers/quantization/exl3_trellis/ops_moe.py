@@ -12,11 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-from .ops import load
-
-__all__ = ["ACTIVATIONS", "MAX_EXPERTS", "MAX_ROUTES", "MAX_SLICES", "SLICE_TENSORS", "Cut", "Sizes", "arena_bytes"]
-__all__ += ["load", "moe"]
-
 MAX_SLICES, MAX_EXPERTS, MAX_ROUTES = 8, 2048, 1 << 24
 # vLLM's name of an activation with a gate -> its number.
 ACTIVATIONS = {

@@ -23,7 +23,6 @@ from . import LinearWeights
 
 name = "native"
 
-MIN_SM = 80  # mma.sync m16n8k16 and cp.async
 # Four stages of 32 rows at 8 bits: the most shared memory any fused kernel asks for.
 SHARED_BYTES = 98_304
 MAX_SHARDS = 8
@@ -59,12 +58,6 @@ class NativePlan:
 
 def can_run(query: LinearQuery, device: Device) -> tuple[bool, str]:
     """SM80 and newer with the extension installed; one codebook and at most eight shards a call."""
-    if device.kind != "cuda":
-        return False, f"runs on CUDA, not on {device.kind}"
-    if device.sm < MIN_SM:
-        return False, f"needs SM{MIN_SM} or newer, this card is SM{device.sm}"
-    if device.smem < SHARED_BYTES:
-        return False, f"needs {SHARED_BYTES} bytes of shared memory a block, this card has {device.smem}"
     if query.io_dtype not in ERROR_LIMITS:
         return False, f"activations are {query.io_dtype}, want one of {', '.join(ERROR_LIMITS)}"
     codebooks = sorted({shard.codebook for shard in query.shards})
@@ -72,7 +65,7 @@ def can_run(query: LinearQuery, device: Device) -> tuple[bool, str]:
         return False, f"one call has the codebooks {' and '.join(codebooks)}, want one"
     if len(query.shards) > MAX_SHARDS:
         return False, f"{len(query.shards)} merged outputs, want at most {MAX_SHARDS}"
-    return ops.load()
+    return ops.runs_on(device, SHARED_BYTES)
 
 
 def plan(query: LinearQuery, device: Device) -> NativePlan:

@@ -19,7 +19,7 @@ from .. import ops_moe
 from ..expert_check import ROWS, sample
 from ..expert_intake import ExpertSlice
 from ..layout import BLOCK
-from ..ops import CODEBOOK_CODES
+from ..ops import CODEBOOK_CODES, runs_on
 from ..ops_moe import SLICE_TENSORS, Cut, Sizes
 from ..plan import Device, MoeQuery, Window, self_check
 from ..slabs import MATRIX, slabs
@@ -27,7 +27,6 @@ from ..slabs import MATRIX, slabs
 name = "native"
 capturable = True
 
-MIN_SM = 80  # mma.sync m16n8k16 and cp.async
 MAX_RATE2 = 16  # twice 8 bits
 IO_TYPES = ("float16", "bfloat16", "float32")
 BLOCKS_PER_SM = 2  # what the registers of the prefill kernels allow
@@ -71,12 +70,6 @@ class NativeMoePlan:
 
 def can_run(query: MoeQuery, device: Device) -> tuple[bool, str]:
     """SM80 and newer with the extension installed; one codebook a layer, and an activation with a gate."""
-    if device.kind != "cuda":
-        return False, f"runs on CUDA, not on {device.kind}"
-    if device.sm < MIN_SM:
-        return False, f"needs SM{MIN_SM} or newer, this card is SM{device.sm}"
-    if device.smem < (least := shared_bytes(128, MAX_RATE2)):
-        return False, f"needs {least} bytes of shared memory a block, this card has {device.smem}"
     if query.io_dtype not in IO_TYPES:
         return False, f"activations are {query.io_dtype}, want one of {', '.join(IO_TYPES)}"
     if len(query.codebooks) != 1:
@@ -89,7 +82,7 @@ def can_run(query: MoeQuery, device: Device) -> tuple[bool, str]:
         return False, f"{query.experts} experts, want at most {ops_moe.MAX_EXPERTS}"
     if query.max_rows * query.top_k >= ops_moe.MAX_ROUTES:
         return False, f"{query.max_rows} rows of {query.top_k} experts, want less than {ops_moe.MAX_ROUTES} in all"
-    return ops_moe.load()
+    return runs_on(device, shared_bytes(128, MAX_RATE2))
 
 
 def plan(query: MoeQuery, device: Device, window: Window) -> NativeMoePlan:
