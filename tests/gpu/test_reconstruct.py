@@ -35,6 +35,17 @@ def test_original_weights(book: str, rate: float, dtype: torch.dtype, limit: flo
         assert error(w, whole[:rows, 128 * first_block : 128 * first_block + columns]) < limit
 
 
+@pytest.mark.parametrize(("book", "rate"), [("mcg", 3.0), ("mul1", 2.5), ("3inst", 8.0)])
+def test_original_weights_of_more_tiles_than_run_at_once(book: str, rate: float) -> None:
+    k, n, first_block = 4096, 5120, 1
+    of, rows, columns = layer(k, n, rate, book), k - 7, n - 128 - 65
+    w = torch.full((rows, columns), float("nan"), dtype=torch.float16, device=DEVICE)
+    rate2, code = round(2 * rate), ops.CODEBOOK_CODES[book]
+    torch.ops.exl3.reconstruct_original(w, of.trellis, of.suh, of.svh, n, first_block, rate2, code)
+    whole = dense_weight(of.trellis, of.suh, of.svh, book)
+    assert error(w, whole[:rows, 128 * first_block : 128 * first_block + columns]) < 8e-4
+
+
 def test_hadamard_of_rows() -> None:
     x = torch.randn(5, 300, device=DEVICE, dtype=torch.float16)
     pre, post = (torch.randn(384, device=DEVICE, dtype=torch.float16) for _ in range(2))
