@@ -124,7 +124,7 @@ __host__ __device__ constexpr int original_shared_bytes(int rate2) {
 }
 // Blocks an SM that the compiler leaves registers for: 6 and 7 bits have the most places to hold.
 __host__ __device__ constexpr int original_blocks(Codebook book, int rate2) {
-  return rate2 == 14 || (rate2 == 12 && book == Codebook::kMul1) ? 2 : 3;
+  return rate2 == 14 || (rate2 == 12 && book != Codebook::kMcg) ? 2 : 3;
 }
 
 // Four neighbouring columns of each of a row's eight tiles, times svh, of the first of them in shared memory, and the row's
