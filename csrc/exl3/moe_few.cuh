@@ -31,13 +31,10 @@ constexpr bool kHalvesApart = kBook != Codebook::kMul1;
 template <Codebook kBook, int kRate2, class Load>
 __device__ __forceinline__ void decode_tile_apart(const Load& load, const LanePlace<kRate2>& place,
                                                   uint32_t (&a)[2][4]) {
-  constexpr uint32_t kMultiplier = kBook == Codebook::kMcg ? 0xCBAC1FEDu : 89226354u;
-  constexpr uint32_t kIncrement = kBook == Codebook::kMcg ? 0u : 64248484u;
   uint32_t s[8];
-  load_states<kRate2>(load, place, s);
+  load_states<kRate2, true>(load, place, s);
 #pragma unroll
-  for (int j = 0; j < 8; ++j)
-    a[j / 2 % 2][j % 2 * 2 + j / 4] = and_xor<0x8fff8fffu, 0x3b603b60u>(s[j] * kMultiplier + kIncrement);
+  for (int j = 0; j < 8; ++j) a[j / 2 % 2][j % 2 * 2 + j / 4] = expand<kBook>(s[j]);
 }
 
 // Copies stages of a warp's items from global to shared memory, as many rows of tiles at once as 32 lanes hold.

@@ -69,7 +69,7 @@ __device__ __forceinline__ void rotate_few(const MoeCall& call, int source, int 
 
 // The inputs need not be sorted: one grid does both, the first block sorts. Grid: (1 + ceil(source rows * groups of k /
 // 8), slices).
-static __global__ void __launch_bounds__(32 * kFewEndWarps)
+static __global__ void __launch_bounds__(32 * kFewEndWarps, 4)
     moe_route_and_input_kernel(const __grid_constant__ MoeCall call, int rows) {
   wait_for_previous_grid();
   allow_next_grid();

@@ -107,6 +107,9 @@ __device__ __forceinline__ uint32_t funnel_left(uint32_t high, uint32_t low, uin
 // Sum of the four bytes of x, plus base.
 __device__ __forceinline__ uint32_t byte_sum(uint32_t x, uint32_t base) { return __dp4a(x, 0x01010101u, base); }
 
+// The upper half of x, as a dot product with (0, 1).
+__device__ __forceinline__ uint32_t dot_upper_half(uint32_t x) { return __dp2a_lo(x, 0x0100u, 0u); }
+
 // fp16 pair arithmetic on raw words.
 __device__ __forceinline__ uint32_t add_half2(uint32_t a, uint32_t b) {
   uint32_t y;

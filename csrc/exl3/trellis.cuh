@@ -110,11 +110,13 @@ struct LanePlace {
   }
 };
 
-// The 16 bits at bit kOffset (most significant first) of a word, zero-extended.
-template <int kOffset>
+// The 16 bits at bit kOffset (most significant first) of a word, zero-extended. kSpread: some of them by the pipe that
+// multiplies, for kernels whose integer pipe is the busier one.
+template <int kOffset, bool kSpread>
 __device__ __forceinline__ uint32_t window(uint32_t word) {
   static_assert(kOffset >= 0 && kOffset <= 16, "a window lies within its word");
   constexpr uint32_t kPick = kOffset / 8 == 0 ? 0x4432 : kOffset / 8 == 1 ? 0x4421 : 0x4410;
+  if constexpr (kSpread && kOffset < 8) return dot_upper_half(word << kOffset);
   return byte_pick(word << (kOffset % 8), 0, kPick);
 }
 
@@ -136,7 +138,7 @@ __device__ __forceinline__ void load_words(const Load& load, const LanePlace<kRa
 }
 
 // The eight states of a lane in one tile.
-template <int kRate2>
+template <int kRate2, bool kSpread = false>
 __device__ __forceinline__ void states_of(const Words<kRate2>& words, const LanePlace<kRate2>& place, uint32_t (&state)[8]) {
   using R = Rate<kRate2>;
   unroll<R::groups()>([&](auto group) {
@@ -144,15 +146,15 @@ __device__ __forceinline__ void states_of(const Words<kRate2>& words, const Lane
     const uint32_t aligned = funnel_left(words[pair][0], words[pair][1], place.shift[g]);
     unroll<8>([&](auto position) {
       constexpr int j = decltype(position)::value;
-      if constexpr (R::group_of(j) == g) state[j] = window<R::end(j) - R::base(g)>(aligned);
+      if constexpr (R::group_of(j) == g) state[j] = window<R::end(j) - R::base(g), kSpread>(aligned);
     });
   });
 }
-template <int kRate2, class Load>
+template <int kRate2, bool kSpread = false, class Load>
 __device__ __forceinline__ void load_states(const Load& load, const LanePlace<kRate2>& place, uint32_t (&state)[8]) {
   Words<kRate2> words;
   load_words<kRate2>(load, place, words);
-  states_of<kRate2>(words, place, state);
+  states_of<kRate2, kSpread>(words, place, state);
 }
 
 // A state's word: the weight is the sum of its fp16 halves, or, for mul1, follows from the sum of its bytes.

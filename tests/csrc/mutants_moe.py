@@ -10,6 +10,7 @@ SLICES = "test_slices_and_shared_rotations"
 PARTS = "test_parts_of_the_depth"
 ONE = "test_all_rows_on_one_expert_and_rows_on_none"
 ACTIVATIONS = "test_activations"
+MANY = "test_many_experts"
 CHUNKS = "test_routes_of_several_chunks"
 
 MOE_MUTANTS = {
@@ -26,13 +27,24 @@ MOE_MUTANTS = {
         "    if (loader.left > 0) {",
         ANY,
     ),
-    "few-inputs-of-the-first-half": ("moe_few.cuh", "second.load(x + kHalfBytes)", "second.load(x)", ANY),
-    "few-inputs-of-the-item-before": (
+    "few-inputs-of-the-first-half": ("moe_few.cuh", "(chunk + 1) % kChunks * kFewChunk", "0", ANY),
+    "few-inputs-of-the-item-before": ("moe_few.cuh", "source.seek(stage, next);\n", "source.from += 0;\n", ANY),
+    "few-inputs-read-before-they-are-there": (
         "moe_few.cuh",
-        "x = few_inputs<kBook>(stage, next);\n",
-        "x = few_inputs<kBook>(stage, next) + 16;\n",
+        "  wait_for_previous_grid();  // for its inputs; the weights are on their way\n  allow_next_grid();\n",
+        "",
         ANY,
     ),
+    "few-next-grid-allowed-too-early": (
+        "moe_few.cuh",
+        "  wait_for_previous_grid();  // for its inputs; the weights are on their way\n  allow_next_grid();\n",
+        "  allow_next_grid();\n  wait_for_previous_grid();\n",
+        ANY,
+    ),
+    "few-column-of-the-first": ("moe_few.cuh", "++column, to += kTile", "++column", ANY),
+    "few-noise-in-the-middle": ("moe_few_ends.cuh", "of_all >= args.intermediate", "of_all > args.intermediate", SLICES),
+    "few-slots-skipped": ("moe_few_ends.cuh", "first += kFewSlots", "first += 2 * kFewSlots", MANY),
+    "few-slot-of-another-warp": ("moe_few_ends.cuh", "y += terms[i][threadIdx.x]", "y += terms[0][threadIdx.x]", ANY),
     "few-list-skipped": ("moe_few.cuh", "first += kFewListed", "first += 2 * kFewListed", LISTS),
     "few-copies-of-another-rate": ("moe_few.cuh", "if (loader.rate2 == kRate2)", "if (true)", ANY),
     # The product for many.

@@ -150,6 +150,8 @@ inline uint32_t byte_sum(uint32_t x, uint32_t base) {
   return base + (x & 0xff) + (x >> 8 & 0xff) + (x >> 16 & 0xff) + (x >> 24);
 }
 
+inline uint32_t dot_upper_half(uint32_t x) { return x >> 16; }
+
 // a * b + c on both halves, rounded once: the sum is exact in a double for the magnitudes of the codebooks.
 inline uint32_t fma_half2(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t y = 0;
