@@ -2,6 +2,7 @@
 #pragma once
 
 #include "moe_rotate.cuh"
+#include "warpgroup.cuh"
 
 namespace exl3 {
 
@@ -25,8 +26,8 @@ struct PieceFactors {
 
 constexpr int kMiddleWarps = 4, kCombineWarps = 4;
 
-// middle <- had(act(gate, up) * suh). A warp has eight (route, slice, 128 channels), gate in one set of groups and up in
-// the other; then what is transformed, rounded to fp16, in one and what the rounding left out in the other.
+// middle <- had(act(gate, up) * suh). A warp has eight (route, slice, 128 channels), gate in one set of groups and up
+// in the other; then what is transformed, rounded to fp16, in one and what the rounding left out in the other.
 template <MoeActivation kKind>
 __device__ __forceinline__ void make_middle(const MoeCall& call, int window) {
   const MoeArgs& args = call.args;
@@ -38,7 +39,8 @@ __device__ __forceinline__ void make_middle(const MoeCall& call, int window) {
   const bool here = source < arena.window && place < *reinterpret_cast<const int*>(args.arena + arena.header);
   const int expert = here ? reinterpret_cast<const Route*>(args.arena + arena.sorted)[place].expert : 0;
   const __half* sums = reinterpret_cast<const __half*>(args.arena + arena.sums) +
-                       (static_cast<int64_t>(source) * args.slices + slice) * kMatrices * args.width + block * kBlockColumns;
+                       (static_cast<int64_t>(source) * args.slices + slice) * kMatrices * args.width +
+                       block * kBlockColumns;
   Groups in = {};
 #pragma unroll
   for (int matrix = 0; matrix < kMatrices; ++matrix)
@@ -60,7 +62,8 @@ __device__ __forceinline__ void make_middle(const MoeCall& call, int window) {
     transform(in, inner, half, v);
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
-      const int channel = first_channel_of(lane, piece) + half, of_all = slice * args.width + block * kBlockColumns + channel;
+      const int channel = first_channel_of(lane, piece) + half;
+      const int of_all = slice * args.width + block * kBlockColumns + channel;
 #pragma unroll
       for (int q = 0; q < 2; ++q) {
         float m[2];
@@ -138,9 +141,12 @@ __device__ __forceinline__ SlotSums slot_sums(const MoeArgs& args, const int* pl
   return {place, expert < 0 ? 0 : expert, place < 0 ? 0.0f : weight};
 }
 
-// y <- the sum over a row's slots, in their order. A warp has an octet of a row's columns, from block first_column on, of
-// two slots at a time: of one in one set of groups, of the next in the other. Grid: ceil(m * octets / 4).
-static __global__ void __launch_bounds__(32 * kCombineWarps, 3)
+// Three blocks an SM, as it was measured on SM90; on SM100 that would spill.
+constexpr int kCombineBlocksPerSm = EXL3_WARPGROUP ? 3 : 2;
+
+// y <- the sum over a row's slots, in their order. A warp has an octet of a row's columns, from block first_column on,
+// of two slots at a time: of one in one set of groups, of the next in the other. Grid: ceil(m * octets / 4).
+static __global__ void __launch_bounds__(32 * kCombineWarps, kCombineBlocksPerSm)
     moe_combine_kernel(const __grid_constant__ MoeCall call, int first_column, int columns) {
   wait_for_previous_grid();
   allow_next_grid();
@@ -166,7 +172,8 @@ static __global__ void __launch_bounds__(32 * kCombineWarps, 3)
       Groups in = {};
 #pragma unroll
       for (int set = 0; set < 2; ++set) {
-        const __half* from = outputs + (static_cast<int64_t>(now[set].place) * args.slices + slice) * columns * kBlockColumns;
+        const int64_t number = static_cast<int64_t>(now[set].place) * args.slices + slice;
+        const __half* from = outputs + number * columns * kBlockColumns;
 #pragma unroll
         for (int piece = 0; piece < kPieces; ++piece)
           if (here && now[set].place >= 0)

@@ -155,10 +155,11 @@ template <class S>
 using MoeSums = float[S::kGroups][4];
 
 #if EXL3_WARPGROUP
-// sums += one stage, for as many groups of rows as there are sums. One tile is decoded while the one before is multiplied.
+// sums += one stage, for as many groups of rows as there are sums. One tile is decoded while the one before is
+// multiplied.
 template <Codebook kBook, int kRate2, class S, int kGroups>
-__device__ __forceinline__ void multiply_by_warpgroup(SharedAddress weights, SharedAddress x, const LanePlace<kRate2>& place,
-                                                      float (&sums)[kGroups][4]) {
+__device__ __forceinline__ void multiply_by_warpgroup(SharedAddress weights, SharedAddress x,
+                                                      const LanePlace<kRate2>& place, float (&sums)[kGroups][4]) {
   constexpr int kTileRowBytes = kBlockTiles * Rate<kRate2>::kTileBytes, kTilesOfSegment = S::kSwizzled / 2 / kTile;
   const auto first = swizzled_descriptor(x);
   uint32_t a[2][4];
@@ -166,8 +167,8 @@ __device__ __forceinline__ void multiply_by_warpgroup(SharedAddress weights, Sha
   for (int tile = 0; tile < S::kTileRows; ++tile) {
     decode_tile<kBook, kRate2>(SharedTile{weights + tile * kTileRowBytes}, place, a[tile % 2]);
     warpgroup_arrive();
-    warpgroup_mma(sums, a[tile % 2],
-                  descriptor_after(first, tile / kTilesOfSegment * S::kSegmentBytes + tile % kTilesOfSegment * kTile * 2));
+    const int offset = tile / kTilesOfSegment * S::kSegmentBytes + tile % kTilesOfSegment * kTile * 2;
+    warpgroup_mma(sums, a[tile % 2], descriptor_after(first, offset));
     warpgroup_commit();
     if (tile + 1 < S::kTileRows) warpgroup_wait<1>();  // the registers of the next tile are free
   }
@@ -176,8 +177,8 @@ __device__ __forceinline__ void multiply_by_warpgroup(SharedAddress weights, Sha
 
 // The same for no more rows than the block has, rounded up to 32.
 template <Codebook kBook, int kRate2, class S, int kGroups>
-__device__ __forceinline__ void multiply_rows(SharedAddress weights, SharedAddress x, const LanePlace<kRate2>& place, int rows,
-                                              MoeSums<S>& sums) {
+__device__ __forceinline__ void multiply_rows(SharedAddress weights, SharedAddress x, const LanePlace<kRate2>& place,
+                                              int rows, MoeSums<S>& sums) {
   constexpr int kLess = kGroups - 32 / kGroupRows;
   if constexpr (kLess > 0)
     if (rows <= kLess * kGroupRows) return multiply_rows<kBook, kRate2, S, kLess>(weights, x, place, rows, sums);

@@ -21,18 +21,21 @@ __device__ __forceinline__ uint32_t convert_plain(DataType type, uint32_t word, 
 }
 // Two neighbouring inputs, zero from `hidden` on, times scale, as fp16.
 __device__ __forceinline__ uint32_t load_pair(const MoeArgs& args, int row, int first, float scale) {
-  const auto at = [&](int k) { return k < args.hidden ? load(args.x, row * args.x_stride + k, args.io_type) * scale : 0.0f; };
+  const auto at = [&](int k) {
+    return k < args.hidden ? load(args.x, row * args.x_stride + k, args.io_type) * scale : 0.0f;
+  };
   return pack_half2(at(first), at(first + 1));
 }
 
 // Inputs are stored as H x / 16, not over sqrt(128): a power of two keeps x exact in fp16. The middle makes up for it.
 constexpr float kInputScale = 1.0f / 16;
 
-constexpr int kSixteen = 2 * kOctet;  // rows whose inputs a warp rotates at once
+constexpr int kSixteen = 2 * kOctet;  // routes whose inputs a warp rotates at once
 
-// One warp: the inputs of gate and up of up to 16 rows in one group of 128. source, rows: of this lane's, -1: none.
-__device__ __forceinline__ void rotate_inputs(const MoeCall& call, const int (&source)[2], const int (&row)[2], const float (&weight)[2], int expert,
-                                              int group, int slice) {
+// One warp: the inputs of gate and up of up to 16 routes of an expert in one group of 128. Of this lane's two: where they
+// go (source; -1: nowhere), their rows of x, and what they are multiplied by.
+__device__ __forceinline__ void rotate_inputs(const MoeCall& call, const int (&source)[2], const int (&row)[2],
+                                              const float (&weight)[2], int expert, int group, int slice) {
   const MoeArgs& args = call.args;
   const int first = group * kHadamard + static_cast<int>(threadIdx.x) % 4 * 8;
   Groups x = {};
@@ -56,10 +59,12 @@ __device__ __forceinline__ void rotate_inputs(const MoeCall& call, const int (&s
     for (int i = 0; i < 2 * kPieces; ++i)
 #pragma unroll
       for (int r = 0; r < 4; ++r)
-        if (source[r % 2] >= 0) x[i][r] = load_pair(args, row[r % 2], first + i / 2 * 32 + i % 2 * 4 + r / 2 * 2, kInputScale);
+        if (source[r % 2] >= 0)
+          x[i][r] = load_pair(args, row[r % 2], first + i / 2 * 32 + i % 2 * 4 + r / 2 * 2, kInputScale);
   }
   const InnerTransform inner(threadIdx.x % 32);
-  const __half* suh = static_cast<const __half*>(args.slice[slice].suh13) + static_cast<int64_t>(expert) * kMatrices * args.k;
+  const __half* suh =
+      static_cast<const __half*>(args.slice[slice].suh13) + static_cast<int64_t>(expert) * kMatrices * args.k;
   __half* const inputs = reinterpret_cast<__half*>(args.arena + call.arena.inputs);
 #pragma unroll 1
   for (int matrix = 0; matrix < kMatrices; ++matrix, suh += args.k) {
@@ -83,7 +88,8 @@ __device__ __forceinline__ void rotate_inputs(const MoeCall& call, const int (&s
 #pragma unroll
     for (int set = 0; set < 2; ++set) {
       if (source[set] < 0) continue;
-      __half* to = inputs + ((static_cast<int64_t>(source[set]) * args.slices + slice) * kMatrices + matrix) * args.k + first;
+      const int64_t number = (static_cast<int64_t>(source[set]) * args.slices + slice) * kMatrices + matrix;
+      __half* to = inputs + number * args.k + first;
 #pragma unroll
       for (int piece = 0; piece < kPieces; ++piece)
         *reinterpret_cast<uint4*>(to + piece * 32) = make_uint4(out[0][2 * piece][set], out[1][2 * piece][set],
@@ -116,7 +122,7 @@ static __global__ void __launch_bounds__(kRouteThreads, 1)
 
 constexpr int kInputWarps = 6, kInputGroups = 2;  // groups of k a warp rotates one after the other
 
-// Goes through (16 rows of a block of routes, groups of k), or where inputs belong to rows, (16 rows, groups), a warp each.
+// Goes through (16 routes of a block, groups of k), or where inputs belong to rows, (16 rows, groups), a warp each.
 // Grid: (any, slices).
 static __global__ void __launch_bounds__(32 * kInputWarps, 2)
     moe_input_kernel(const __grid_constant__ MoeCall call, int window) {
@@ -125,10 +131,12 @@ static __global__ void __launch_bounds__(32 * kInputWarps, 2)
   const MoeArgs& args = call.args;
   const int groups = args.k / kHadamard, lane = threadIdx.x % 32;
   const int* first_of_window = reinterpret_cast<const int*>(args.arena + call.arena.header) + 1 + window;
-  const MoeBlock* blocks = reinterpret_cast<const MoeBlock*>(args.arena + call.arena.blocks) + (call.by_row ? 0 : first_of_window[0]);
+  const MoeBlock* blocks =
+      reinterpret_cast<const MoeBlock*>(args.arena + call.arena.blocks) + (call.by_row ? 0 : first_of_window[0]);
   const Route* sorted = reinterpret_cast<const Route*>(args.arena + call.arena.sorted);
   const int each = call.by_row ? 1 : args.row_tile / kSixteen;  // sixteens of a block
-  const int sixteens = call.by_row ? (args.m + kSixteen - 1) / kSixteen : (first_of_window[1] - first_of_window[0]) * each;
+  const int sixteens =
+      call.by_row ? (args.m + kSixteen - 1) / kSixteen : (first_of_window[1] - first_of_window[0]) * each;
   const int runs = (groups + kInputGroups - 1) / kInputGroups;
   for (int at = blockIdx.x * kInputWarps + threadIdx.x / 32; at < sixteens * runs; at += gridDim.x * kInputWarps) {
     const int sixteen = at / runs, first_group = at % runs * kInputGroups;
@@ -139,8 +147,7 @@ static __global__ void __launch_bounds__(32 * kInputWarps, 2)
       expert = args.shared_h ? 0 : block.expert;
     }
     if (begin >= end) continue;
-    int source[2];
-    int row[2];
+    int source[2], row[2];
     float weight[2];
 #pragma unroll
     for (int set = 0; set < 2; ++set) {

@@ -73,17 +73,18 @@ __device__ __forceinline__ void count_routes(const MoeArgs& args, int begin, int
   __syncthreads();
 }
 
-// Sort the routes of a chunk by expert, among those of all chunks, and list the blocks if it is the first chunk. The order
-// of an expert's routes does not matter: no route's result depends on its place. One thread block each; where there is
-// more than one chunk, all of them have been counted.
+// Sort the routes of a chunk by expert, among those of all chunks, and list the blocks if it is the first chunk. The
+// order of an expert's routes does not matter: no route's result depends on its place. One thread block each; where
+// there is more than one chunk, all of them have been counted.
 __device__ __forceinline__ void list_routes(const MoeCall& call, int chunk = 0, int chunks = 1) {
   const MoeArgs& args = call.args;
   const MoeArena& arena = call.arena;
-  __shared__ __align__(16) unsigned cursor[kMaxExperts];  // routes of an expert; then the place of its next in this chunk
+  __shared__ __align__(16) unsigned cursor[kMaxExperts];  // routes of an expert; then where its next of the chunk goes
   __shared__ __align__(16) unsigned before[kMaxExperts];  // of them in chunks before this one
   __shared__ __align__(16) float scratch[32];
   const int thread = threadIdx.x, threads = blockDim.x;
-  const int begin = chunks == 1 ? 0 : chunk * kChunkRoutes, end = chunks == 1 ? arena.routes : min(begin + kChunkRoutes, arena.routes);
+  const int begin = chunk * kChunkRoutes;
+  const int end = chunks == 1 ? arena.routes : min(begin + kChunkRoutes, arena.routes);
   if (chunks == 1) count_routes(args, begin, end, cursor);
   const unsigned* counts = reinterpret_cast<const unsigned*>(args.arena + arena.counts);
   for (int expert = thread; expert < args.experts; expert += threads) {

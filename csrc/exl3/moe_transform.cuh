@@ -14,8 +14,8 @@ constexpr int kOctet = 8;   // groups in a set: one for each four lanes
 constexpr int kPieces = 4;  // of a group a lane has, each eight neighbouring points
 __device__ __forceinline__ int first_point(int lane, int piece) { return piece * 32 + lane % 4 * 8; }
 
-// Two sets of groups, rows lane / 4 and lane / 4 + 8 of the tensor cores: [2p + q][2j + set] holds points 4q + 2j and the
-// next of piece p.
+// Two sets of groups, rows lane / 4 and lane / 4 + 8 of the tensor cores: [2p + q][2j + set] holds points 4q + 2j and
+// the next of piece p.
 using Groups = uint32_t[2 * kPieces][4];
 __device__ __forceinline__ void put_piece(Groups& groups, int set, int piece, uint4 points) {
   groups[2 * piece][set] = points.x, groups[2 * piece][2 + set] = points.y;
@@ -30,7 +30,8 @@ __device__ __forceinline__ uint32_t hadamard_signs(int i, int j) {
   return (__popc(i & j) & 1) << 15 | static_cast<uint32_t>(__popc(i & (j + 1)) & 1) << 31;
 }
 
-// B operands of the inner transform, 1 or -1: columns 4 * (g / 2) + 2 half + g % 2 of H16, of which lane 4g + c has rows 4c to 4c + 3.
+// B operands of the inner transform, 1 or -1: columns 4 * (g / 2) + 2 half + g % 2 of H16, of which lane 4g + c has
+// rows 4c to 4c + 3.
 struct InnerTransform {
   uint32_t b[2][2];  // [half][pair of rows]
   __device__ __forceinline__ uint32_t operator()(int half, int pair) const { return half ? b[1][pair] : b[0][pair]; }
@@ -39,7 +40,8 @@ struct InnerTransform {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
-      for (int j = 0; j < 2; ++j) b[half][j] = 0x3c003c00u | hadamard_signs(g / 2 * 4 + half * 2 + g % 2, c * 4 + j * 2);
+      for (int j = 0; j < 2; ++j)
+        b[half][j] = 0x3c003c00u | hadamard_signs(g / 2 * 4 + half * 2 + g % 2, c * 4 + j * 2);
   }
 };
 
@@ -67,7 +69,8 @@ __device__ __forceinline__ void transform(const Groups& in, const InnerTransform
 }
 
 // The same of the sum of both sets, into the first.
-__device__ __forceinline__ void transform_sum(const Groups& in, const InnerTransform& inner, int half, HalfOfGroups& v) {
+__device__ __forceinline__ void transform_sum(const Groups& in, const InnerTransform& inner, int half,
+                                              HalfOfGroups& v) {
 #pragma unroll
   for (int i = 0; i < 2 * kPieces; ++i) {
 #pragma unroll
@@ -78,10 +81,10 @@ __device__ __forceinline__ void transform_sum(const Groups& in, const InnerTrans
   outer_transform<2>(v);
 }
 
-// v <- H diag(s) in, half of it, for groups with the same s: [2p + q][j] is points 4q + 2j and the next of piece p. A sign
-// of H16 turns over that of s, so nothing is rounded before the transform.
-__device__ __forceinline__ void transform(const Groups& in, const uint32_t (&s)[2 * kPieces][2], const InnerTransform& inner,
-                                          int half, HalfOfGroups& v) {
+// v <- H diag(s) in, half of it, for groups with the same s: [2p + q][j] is points 4q + 2j and the next of piece p. A
+// sign of H16 turns over that of s, so nothing is rounded before the transform.
+__device__ __forceinline__ void transform(const Groups& in, const uint32_t (&s)[2 * kPieces][2],
+                                          const InnerTransform& inner, int half, HalfOfGroups& v) {
 #pragma unroll
   for (int i = 0; i < 2 * kPieces; ++i) {
 #pragma unroll
