@@ -92,9 +92,6 @@ MUTANTS: dict[str, Mutant] = {
         new="    barrier_expect",
         test=MANY,
     ),
-    "turns-begin-anew-with-each-segment": Mutant(
-        file="wide.cuh", old="phase -= stages;", new="phase = warp;", test=MANY
-    ),
     "matrix-stored-elsewhere": Mutant(
         file="wide.cuh", old="lane / 16 * (kBlockColumns * 16)", new="lane / 16 * 256", test=MANY
     ),
