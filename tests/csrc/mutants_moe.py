@@ -28,7 +28,12 @@ MOE_MUTANTS = {
         ANY,
     ),
     "few-inputs-of-the-first-half": ("moe_few.cuh", "(chunk + 1) % kChunks * kFewChunk", "0", ANY),
-    "few-inputs-of-the-item-before": ("moe_few.cuh", "source.seek(stage, next);\n", "source.from += 0;\n", ANY),
+    "few-inputs-of-the-next-item-shifted": (
+        "moe_few.cuh",
+        "source.seek(stage, next);\n",
+        "source.seek(stage, next), source.from += 16;\n",
+        LISTS,
+    ),
     "few-inputs-read-before-they-are-there": (
         "moe_few.cuh",
         "  wait_for_previous_grid();  // for its inputs; the weights are on their way\n  allow_next_grid();\n",
@@ -46,7 +51,7 @@ MOE_MUTANTS = {
     "few-slots-skipped": ("moe_few_ends.cuh", "first += kFewSlots", "first += 2 * kFewSlots", MANY),
     "few-slot-of-another-warp": ("moe_few_ends.cuh", "y += terms[i][threadIdx.x]", "y += terms[0][threadIdx.x]", ANY),
     "few-list-skipped": ("moe_few.cuh", "first += kFewListed", "first += 2 * kFewListed", LISTS),
-    "few-copies-of-another-rate": ("moe_few.cuh", "if (loader.rate2 == kRate2)", "if (true)", ANY),
+    "few-copies-of-another-rate": ("moe_few.cuh", "if (loader.rate2 == kRate2)", "if (true)", LISTS),
     # The product for many.
     "moe-list-refilled-with-later-items": (
         "moe_product.cuh",

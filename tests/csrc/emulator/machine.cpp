@@ -188,8 +188,10 @@ void run_warp(int first, size_t grid) {
       const int lane = backward ? kLanes - 1 - i : i;
       while (lanes[lane].state == State::kReady || lanes[lane].state == State::kGrid) {
         if (lanes[lane].state == State::kGrid && grid >= lanes[lane].ahead) {
-          queue[grid - 1].relied_on |= lanes[lane].ahead > 1;
-          run_grid(grid - lanes[lane].ahead);
+          // Who relies on the one before the one ahead may start as soon as that has ended, or as late as he would have to.
+          const bool relies = lanes[lane].ahead > 1, late = (grid + backward) % 2 == 0;
+          queue[grid - 1].relied_on |= relies;
+          run_grid(grid - (relies && late ? 1 : lanes[lane].ahead));
         }
         resume(first + lane);
       }
