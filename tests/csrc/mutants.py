@@ -220,7 +220,7 @@ MUTANTS: dict[str, Mutant] = {
         file="reconstruct.cuh", old="    cp_async_wait<0>();\n    __syncwarp();\n", new="", test=ORIGINAL
     ),
     "original-next-tile-one-on": Mutant(
-        file="reconstruct.cuh", old="at -= blocks, ++group", new="at -= blocks", test=ORIGINAL
+        file="reconstruct.cuh", old="at -= blocks, ++group", new="at -= blocks, group += 2", test=ORIGINAL
     ),
     "original-columns-not-cut": Mutant(
         file="reconstruct.cuh", old=" && n0 + kBlockColumns <= columns", new="", test=ORIGINAL

@@ -140,7 +140,7 @@ def test_reconstruct_is_exact(book, rate):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    "k, first_block, columns, pad", [(256, 0, 384, 0), (205, 1, 150, 1), (256, 1, 150, 2), (7, 2, 128, 8)]
+    "k, first_block, columns, pad", [(256, 0, 384, 0), (205, 1, 150, 1), (512, 1, 150, 2), (7, 2, 128, 8)]
 )
 def test_reconstruct_original(dtype, k, first_block, columns, pad):
     """Some columns of the matrix before rotation, its rows cut and apart."""
