@@ -76,8 +76,8 @@ def build(texts: dict[str, str], target: str, namespace: str, optimize: str = "-
     """The emulated library of these sources for one of TARGETS, from the cache if it was built before."""
     spelled = {name: host_spelling(name, text) for name, text in texts.items()}
     headers = {path.name: path.read_text(encoding="utf-8") for path in sorted(EMULATOR.iterdir())}
-    machine = headers.pop("machine.cpp")
-    objects = [_compile("machine", machine, _included(machine, headers), [optimize])]
+    machine = {name: headers.pop(name) for name in list(headers) if name.endswith(".cpp")}
+    objects = [_compile(Path(name).stem, text, _included(text, headers), [optimize]) for name, text in machine.items()]
     headers |= {name: text for name, text in spelled.items() if not name.endswith((".cu", ".cpp"))}
     for name, text in spelled.items():
         if name.endswith((".cu", ".cpp")):

@@ -1,5 +1,4 @@
 // The emulated device: fibers, the scheduler of a block, the queue of grids. See machine.h.
-#include "machine.h"
 
 #include <csetjmp>
 #include <csignal>
@@ -11,6 +10,7 @@
 #include <sys/mman.h>
 #include <vector>
 
+#include "block.h"
 #include "cuda_runtime.h"
 
 uint3 threadIdx, blockIdx;
@@ -44,73 +44,16 @@ exl3_emulator_switch:
 )");
 
 namespace emulate {
+
+Block* block = nullptr;
+bool early_copies = false;
+
 namespace {
 
 constexpr size_t kStackBytes = 64 << 10;
 constexpr int kSavedRegisters = 6;
-constexpr int kBorder = 256;
-constexpr unsigned char kBorderFill = 0xa5;
-constexpr unsigned char kPoison = 0xff;  // NaN in fp16, bf16 and fp32
-
-struct Fault {
-  std::string message;
-};
-
-enum class State { kReady, kWarp, kBlock, kGrid, kBarrier, kDone };
 const char* const kWaits[] = {"runs", "waits for its warp", "waits for its block", "waits for the grid before",
                               "waits for a barrier", "has returned"};
-
-struct Copy {
-  uint32_t to;
-  const void* from;
-  int group;
-};
-
-struct BulkCopy {
-  uint32_t to;
-  const void* from;
-  uint32_t bytes;
-};
-
-struct Barrier {
-  uint32_t arrivals, missing;  // of a phase, and of this one
-  int64_t bytes = 0;           // announced and not yet copied
-  uint32_t phase = 0;
-  std::vector<BulkCopy> copies;
-};
-
-struct Group {
-  int arrived = 0;
-  unsigned phase = 0;
-};
-
-struct Fiber {
-  State state = State::kReady;
-  void* stack = nullptr;  // its saved pointer
-  Collective collective = nullptr;
-  void* request = nullptr;
-  std::vector<Copy> copies;
-  int group = 0;  // of the copies not yet committed
-  std::vector<uint32_t> unpublished;
-  size_t ahead = 1;     // which grid it waits for: the one ahead of its own, or the one before that
-  bool waited = false;  // for the grid ahead
-  std::shared_ptr<void> local;
-};
-
-struct Block {
-  const std::function<void()>* thread;
-  std::vector<Fiber> fibers;
-  unsigned char* shared;  // dynamic
-  size_t shared_bytes;
-  std::vector<unsigned char> published;
-  std::map<int, std::vector<unsigned char>> statics;  // each with kBorder bytes of kBorderFill after it
-  size_t static_bytes = 0;
-  std::map<uint32_t, Barrier> barriers;
-  std::map<int, Group> groups;
-  bool progress = false;  // since the warps were last gone through
-  size_t grid = 0;        // its place in the queue
-  int running = -1;
-};
 
 struct Grid {
   std::function<void()> thread;
@@ -135,20 +78,12 @@ struct Memory {
   }
 };
 
-Block* block = nullptr;      // of the fiber that runs
 void* scheduler = nullptr;   // saved pointer of the scheduler's stack
 std::string fault;           // first one since the last synchronization
 std::vector<Grid> queue;
 std::vector<Memory> memories;  // one a grid in the queue
 std::map<const void*, int> allowed_shared;
-bool backward = false, early_copies = false, blocking = false;
-
-Fiber& self() { return block->fibers[block->running]; }
-
-void leave(State state) {
-  self().state = state;
-  exl3_emulator_switch(&self().stack, scheduler);
-}
+bool backward = false, blocking = false;
 
 void fiber_entry() {
   try {
@@ -312,12 +247,12 @@ void run_queue() {
   queue.clear();
 }
 
-void perform(const Copy& copy) {
-  std::memcpy(shared_pointer(copy.to, 16, "cp.async"), copy.from, 16);
-  self().unpublished.push_back(copy.to);
-}
-
 }  // namespace
+
+void leave(State state) {
+  self().state = state;
+  exl3_emulator_switch(&self().stack, scheduler);
+}
 
 void fail(const char* format, ...) {
   char text[256], place[384];
@@ -349,129 +284,6 @@ void wait_for_earlier_grids() {
 void allow_next_grid() {
   if (queue[block->grid].relied_on && !self().waited)
     fail("the next grid may start, which reads what grids before the one ahead wrote, but that one has not ended");
-}
-
-void copy_later(uint32_t to, const void* from) {
-  if (reinterpret_cast<uintptr_t>(from) % 16) fail("cp.async: global address %p, want a multiple of 16", from);
-  shared_pointer(to, 16, "cp.async");
-  if (early_copies) perform({to, from, 0});
-  else self().copies.push_back({to, from, self().group});
-}
-
-void commit_copies() { ++self().group; }
-
-void finish_copies(int but) {
-  auto& copies = self().copies;
-  size_t finished = 0;
-  for (; finished < copies.size() && copies[finished].group < self().group - but; ++finished) perform(copies[finished]);
-  copies.erase(copies.begin(), copies.begin() + static_cast<std::ptrdiff_t>(finished));
-}
-
-namespace {
-Barrier& barrier_at(uint32_t address) {
-  shared_pointer(address, 8, "mbarrier");
-  const auto found = block->barriers.find(address);
-  if (found == block->barriers.end()) fail("mbarrier: offset %u was not initialized", address - kSharedBase);
-  return found->second;
-}
-void flip_if_complete(Barrier& barrier) {
-  if (barrier.missing > 0 || barrier.bytes != 0) return;
-  barrier.missing = barrier.arrivals;
-  barrier.phase ^= 1;
-  block->progress = true;
-}
-void perform(Barrier& barrier, const BulkCopy& copy) {
-  for (uint32_t at = 0; at < copy.bytes; at += 16) {
-    const auto* from = static_cast<const unsigned char*>(copy.from) + at;
-    std::memcpy(shared_pointer(copy.to + at, 16, "cp.async.bulk"), from, 16);
-    std::memcpy(published_pointer(copy.to + at, 16, "cp.async.bulk"), from, 16);
-  }
-  barrier.bytes -= copy.bytes;
-}
-}  // namespace
-
-void barrier_init(uint32_t address, uint32_t arrivals) {
-  shared_pointer(address, 8, "mbarrier.init");
-  if (!block->barriers.emplace(address, Barrier{arrivals, arrivals, 0, 0, {}}).second)
-    fail("mbarrier.init: offset %u twice", address - kSharedBase);
-}
-
-void barrier_arrive(uint32_t address, uint32_t bytes) {
-  Barrier& barrier = barrier_at(address);
-  if (barrier.missing == 0) fail("mbarrier.arrive: offset %u, more arrivals than expected", address - kSharedBase);
-  --barrier.missing;
-  barrier.bytes += bytes;
-  flip_if_complete(barrier);
-}
-
-void barrier_wait(uint32_t address, uint32_t parity) {
-  for (;;) {
-    Barrier& barrier = barrier_at(address);
-    if (barrier.phase != parity) return;
-    for (const auto& copy : std::exchange(barrier.copies, {})) perform(barrier, copy);
-    flip_if_complete(barrier);
-    if (barrier.phase == parity) leave(State::kBarrier);
-  }
-}
-
-void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t address) {
-  Barrier& barrier = barrier_at(address);
-  if (bytes == 0 || bytes % 16 || reinterpret_cast<uintptr_t>(from) % 16)
-    fail("cp.async.bulk: %u bytes from %p, want multiples of 16", bytes, from);
-  shared_pointer(to, 16, "cp.async.bulk");
-  if (early_copies) {
-    perform(barrier, {to, from, bytes});
-    flip_if_complete(barrier);
-  } else {
-    barrier.copies.push_back({to, from, bytes});
-  }
-}
-
-void wait_for_group(int id, int threads) {
-  if (id < 1 || id > 15 || threads % kLanes) fail("bar.sync: barrier %d of %d threads", id, threads);
-  const unsigned phase = block->groups[id].phase;
-  if (++block->groups[id].arrived == threads) {
-    block->groups[id] = {0, phase + 1};
-    block->progress = true;
-  }
-  while (block->groups[id].phase == phase) leave(State::kBarrier);
-}
-
-void written(uint32_t address) { self().unpublished.push_back(address); }
-
-unsigned char* shared_pointer(uint32_t address, uint32_t bytes, const char* what) {
-  const uint32_t offset = address - kSharedBase;
-  if (address < kSharedBase || offset + bytes > block->shared_bytes)
-    fail("%s: offset %d of %zu bytes of dynamic shared memory", what, static_cast<int>(offset), block->shared_bytes);
-  if (offset % bytes) fail("%s: offset %u, want a multiple of %u", what, offset, bytes);
-  return block->shared + offset;
-}
-
-void publish_copies() {
-  for (const uint32_t address : self().unpublished)
-    std::memcpy(published_pointer(address, 16, "cp.async"), shared_pointer(address, 16, "cp.async"), 16);
-  self().unpublished.clear();
-}
-
-unsigned char* published_pointer(uint32_t address, uint32_t bytes, const char* what) {
-  return block->published.data() + (shared_pointer(address, bytes, what) - block->shared);
-}
-
-std::shared_ptr<void>& fiber_local() { return self().local; }
-bool lands_early() { return early_copies; }
-
-unsigned char* dynamic_shared() { return block->shared; }
-
-void* static_shared(int key, size_t bytes) {
-  auto& memory = block->statics[key];
-  if (memory.empty()) {
-    block->static_bytes += bytes;
-    if (block->static_bytes > kDefaultSharedBytes)
-      fail("%zu bytes of static shared memory, want at most %d", block->static_bytes, kDefaultSharedBytes);
-    memory.assign(bytes + kBorder, kBorderFill);
-    std::memset(memory.data(), kPoison, bytes);
-  }
-  return memory.data();
 }
 
 const char* what_failed() { return fault.c_str(); }
