@@ -126,22 +126,16 @@ __device__ __forceinline__ void multiply_stage(SharedAddress weights, SharedAddr
   constexpr int kRowBytes = kBlockTiles * Rate<kRate2>::kTileBytes;
   if constexpr (kWarpgroup<S>) {
 #if EXL3_WARPGROUP
-    // The product of one tile runs while the next is decoded, whose words are read before anybody waits.
-    Words<kRate2> words;
-    load_words<kRate2>(SharedTile{weights}, place, words);
-    uint32_t a[2][4];
 #pragma unroll
-    for (int row = 0; row < S::kTileRows; ++row) {
-      uint32_t s[8];
-      states_of<kRate2>(words, place, s);
-      if (row + 1 < S::kTileRows) load_words<kRate2>(SharedTile{weights + (row + 1) * kRowBytes}, place, words);
-      decode_states<kBook>(s, a[row % 2]);
+    for (int step = 0; step < S::kSteps; ++step) {
+      uint32_t a[2][4];
+      decode_step<kBook, kRate2, S>(weights + 2 * step * kRowBytes, place, a);
       warpgroup_arrive();
-      warpgroup_mma(sums, a[row % 2], matrix_descriptor(x + 2 * row * kEightDeep, kEightDeep));
+      warpgroup_mma(sums, a[0], matrix_descriptor(x + 4 * step * kEightDeep, kEightDeep));
+      warpgroup_mma(sums, a[1], matrix_descriptor(x + (4 * step + 2) * kEightDeep, kEightDeep));
       warpgroup_commit();
-      warpgroup_wait<1>();
+      warpgroup_wait<0>();  // the scheduler's other warps decode meanwhile
     }
-    warpgroup_wait<0>();
 #endif
   } else {
     const int lane = threadIdx.x % 32;

@@ -62,9 +62,8 @@ MUTANTS: dict[str, Mutant] = {
         file="linear.cuh", old="    if constexpr (kWarpgroup<S>) publish_shared();\n", new="", test=WARPGROUPS
     ),
     "warpgroup-without-fence": Mutant(file="linear.cuh", old="      warpgroup_arrive();\n", new="", test=WARPGROUPS),
-    "warpgroup-sums-in-flight": Mutant(file="linear.cuh", old="    warpgroup_wait<0>();\n", new="", test=WARPGROUPS),
-    "fragments-decoded-over-those-in-use": Mutant(
-        file="linear.cuh", old="      warpgroup_wait<1>();\n", new="", test=WARPGROUPS
+    "warpgroup-sums-in-flight": Mutant(
+        file="linear.cuh", old="warpgroup_wait<0>", new="warpgroup_wait<1>", test=WARPGROUPS
     ),
     "slot-loaded-beyond-its-column-block": Mutant(
         file="linear.cuh",
@@ -152,8 +151,8 @@ MUTANTS: dict[str, Mutant] = {
     "matrices-one-group-off": Mutant(
         file="linear.cuh", old="x + lane / 8 * kEightDeep", new="x + lane / 16 * kEightDeep"
     ),
-    "warpgroup-input-one-off": Mutant(
-        file="linear.cuh", old="x + 2 * row * kEightDeep", new="x + (2 * row + 1) * kEightDeep", test=WARPGROUPS
+    "warpgroup-second-half-one-off": Mutant(
+        file="linear.cuh", old="(4 * step + 2)", new="(4 * step + 1)", test=WARPGROUPS
     ),
     "owner-off-by-the-longer-runs": Mutant(
         file="mma.cuh", old="longer + (unit - first) / shorter", new="(unit - first) / shorter", test=CUT
@@ -197,8 +196,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "original-scales-of-the-first-block": Mutant(
         file="reconstruct.cuh",
-        old="svh + (first_block + at) * kBlockColumns",
-        new="svh + at * kBlockColumns",
+        old="svh + first_block * kBlockColumns + n0",
+        new="svh + n0",
         test=ORIGINAL,
     ),
     "original-fragment-swapped": Mutant(
@@ -209,9 +208,6 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "original-one-row-too-many": Mutant(
         file="reconstruct.cuh", old="k0 + row < k_true", new="k0 + row <= k_true", test=ORIGINAL
-    ),
-    "original-scales-of-the-next-tile": Mutant(
-        file="reconstruct.cuh", old="    scales = next;\n", new="", test=ORIGINAL
     ),
     "original-block-overwritten-too-early": Mutant(
         file="reconstruct.cuh", old="    __syncthreads();  // all have read", new="    // all have read", test=ORIGINAL
