@@ -35,7 +35,7 @@ struct MoeArgs {
   int64_t x_stride, y_stride;
   int m, top_k, experts, slices;
   int k, hidden, width, intermediate;  // see MoeQuery
-  int row_tile;           // rows of a block of the product: 8 in the decode plan, else 16, 32, 64, 96 or 128
+  int row_tile;           // rows of a block of the product: 8 in the decode plan, else 16, 32, 64 or 128
   int parts;              // into which k of gate and up is cut, the same for every m; 1 but in the decode plan
   int window;             // routes in one pass of gate and up
   int down_columns;       // columns of y in one pass of down, a multiple of 128

@@ -8,7 +8,6 @@ cudaError_t launch_moe_prefill(const MoeCall& call, const MoeStage& stage, bool 
     case 16: return launch_moe_book<MoeShape<16, 4>>(call, stage, dependent, stream);
     case 32: return launch_moe_book<MoeShape<32, 4>>(call, stage, dependent, stream);
     case 64: return launch_moe_book<MoeShape<64, 3>>(call, stage, dependent, stream);
-    case 96: return launch_moe_book<MoeShape<96, 3>>(call, stage, dependent, stream);
     case 128: return launch_moe_book<MoeShape<128, 2>>(call, stage, dependent, stream);
     default: return cudaErrorInvalidValue;
   }

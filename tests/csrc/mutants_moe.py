@@ -47,7 +47,12 @@ MOE_MUTANTS = {
         ANY,
     ),
     "few-column-of-the-first": ("moe_few.cuh", "++column, to += kTile", "++column", ANY),
-    "few-noise-in-the-middle": ("moe_few_ends.cuh", "of_all >= args.intermediate", "of_all > args.intermediate", SLICES),
+    "few-noise-in-the-middle": (
+        "moe_few_ends.cuh",
+        "of_all >= args.intermediate",
+        "of_all > args.intermediate",
+        SLICES,
+    ),
     "few-slots-skipped": ("moe_few_ends.cuh", "first += kFewSlots", "first += 2 * kFewSlots", MANY),
     "few-slot-of-another-warp": ("moe_few_ends.cuh", "y += terms[i][threadIdx.x]", "y += terms[0][threadIdx.x]", ANY),
     "few-list-skipped": ("moe_few.cuh", "first += kFewListed", "first += 2 * kFewListed", LISTS),

@@ -27,14 +27,14 @@ from ..slabs import MATRIX, slabs
 name = "native"
 capturable = True
 
-MAX_RATE2 = 16  # twice 8 bits
+# The widest prefill kernel at 8 bits: two stages of 128 rows of x and of 128 x 128 weights, and what aligns them.
+SHARED_BYTES = 2 * (128 * 256 + 16_384) + 1_024
 IO_TYPES = ("float16", "bfloat16", "float32")
 BLOCKS_PER_SM = 2  # what the registers of the prefill kernels allow
 DECODE_BLOCKS_PER_SM = 4  # and of the decode kernel, if its shared memory does:
 DECODE_FIXED_BYTES, DECODE_RATE2_BYTES = 6_224, 3_072  # of a block, and for each half bit of the largest rate
 DECODE_BLOCK = 8
-PREFILL_STAGES = {16: 4, 32: 4, 64: 3, 96: 3, 128: 2}  # of the prefill kernels, by their rows
-PREFILL_TILES = tuple(PREFILL_STAGES)
+PREFILL_TILES = (16, 32, 64, 128)
 PASSES = 4  # of gate and up and a slice, at capacity: a quarter of the routes still fills the card
 ERROR_LIMIT = 5e-3  # relative, of the start-up check; bfloat16 outputs alone round by 2e-3
 LEAST_WINDOW = 2048  # routes of a pass, below which memory is not worth another one
@@ -46,7 +46,6 @@ class NativeMoePlan:
 
     sizes: Sizes
     cut: Cut  # of the largest call; smaller ones may have lower row tiles
-    tiles: tuple[int, ...]  # rows of the prefill kernels that this card can hold
     slices: int
     numbers: tuple[float, float, float]  # limit, alpha and beta of the activation
     dependent: bool
@@ -59,13 +58,13 @@ class NativeMoePlan:
         """Of the kernels that calls may reach."""
         if self.cut.decode:
             return (self.cut.row_tile,)
-        return tuple(tile for tile in self.tiles if tile <= self.cut.row_tile)
+        return tuple(tile for tile in PREFILL_TILES if tile <= self.cut.row_tile)
 
     def cut_for(self, rows: int) -> Cut:
         """For a call of so many rows."""
         if self.cut.decode:
             return self.cut
-        return replace(self.cut, row_tile=row_tile(self.sizes.experts, rows * self.sizes.top_k, self.tiles))
+        return replace(self.cut, row_tile=row_tile(self.sizes.experts, rows * self.sizes.top_k))
 
 
 def can_run(query: MoeQuery, device: Device) -> tuple[bool, str]:
@@ -82,7 +81,7 @@ def can_run(query: MoeQuery, device: Device) -> tuple[bool, str]:
         return False, f"{query.experts} experts, want at most {ops_moe.MAX_EXPERTS}"
     if query.max_rows * query.top_k >= ops_moe.MAX_ROUTES:
         return False, f"{query.max_rows} rows of {query.top_k} experts, want less than {ops_moe.MAX_ROUTES} in all"
-    return runs_on(device, shared_bytes(128, MAX_RATE2))
+    return runs_on(device, SHARED_BYTES)
 
 
 def plan(query: MoeQuery, device: Device, window: Window) -> NativeMoePlan:
@@ -105,7 +104,6 @@ def plan(query: MoeQuery, device: Device, window: Window) -> NativeMoePlan:
     return NativeMoePlan(
         sizes=sizes,
         cut=cut,
-        tiles=tiles_of(query, device),
         slices=query.slices,
         numbers=(limit, query.activation.alpha, query.activation.beta),
         dependent=device.sm >= 90,
@@ -139,7 +137,7 @@ def _prefill(query: MoeQuery, rows: int, device: Device) -> Cut:
     columns = inputs * 2 * query.k // routes // BLOCK * BLOCK  # what fits where the inputs were
     return Cut(
         decode=False,
-        row_tile=row_tile(query.experts, routes, tiles_of(query, device)),
+        row_tile=row_tile(query.experts, routes),
         parts=1,
         window=window,
         down_columns=max(BLOCK, min(columns, query.k)),
@@ -147,21 +145,10 @@ def _prefill(query: MoeQuery, rows: int, device: Device) -> Cut:
     )
 
 
-def row_tile(experts: int, routes: int, tiles: tuple[int, ...] = PREFILL_TILES) -> int:
+def row_tile(experts: int, routes: int) -> int:
     """Rows of a prefill block: the average expert should fill one, with some room for uneven routing."""
     average = routes / experts
-    return next((tile for tile in tiles if average <= 0.75 * tile), tiles[-1])
-
-
-def tiles_of(query: MoeQuery, device: Device) -> tuple[int, ...]:
-    """Rows of the prefill kernels that fit into this card's shared memory."""
-    rate2 = round(2 * max(query.rates))
-    return tuple(tile for tile in PREFILL_TILES if shared_bytes(tile, rate2) <= device.smem)
-
-
-def shared_bytes(tile: int, rate2: int) -> int:
-    """Shared memory of a prefill kernel: stages of 128 k of x and of 128 x 128 weights, and what aligns them."""
-    return PREFILL_STAGES[tile] * (tile * 256 + 1_024 * rate2) + 1_024
+    return next((tile for tile in PREFILL_TILES if average <= 0.75 * tile), PREFILL_TILES[-1])
 
 
 def prepare(query: MoeQuery, weights: tuple[ExpertSlice, ...]) -> dict[str, torch.Tensor]:
@@ -247,7 +234,7 @@ def check(query: MoeQuery, device: torch.device) -> None:
     for window in ("decode", "prefill"):
         planned = plan(one.query, Device.of(device), Window(name=window, rows=ROWS, block=DECODE_BLOCK))
         arena = torch.full((planned.workspace_bytes,), 255, dtype=torch.uint8, device=device)
-        for tile in (DECODE_BLOCK,) if window == "decode" else planned.tiles:
+        for tile in (DECODE_BLOCK,) if window == "decode" else PREFILL_TILES:
             y, cut = torch.empty_like(one.x), replace(planned.cut, row_tile=tile)
             _run(planned, cut, prepared, arena, one.x, one.topk_weights, one.topk_ids, y)
             error = float((y - one.truth).norm() / one.truth.norm())
