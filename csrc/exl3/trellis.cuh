@@ -77,11 +77,12 @@ struct Rate {
     }
     return owner;
   }
-  __host__ __device__ static constexpr int pairs() {
-    int count = 1;
-    for (int g = 1; g < groups(); ++g) count += pair_of(g) == g;
+  __host__ __device__ static constexpr int pairs_before(int group) {
+    int count = 0;
+    for (int g = 0; g < group; ++g) count += pair_of(g) == g;
     return count;
   }
+  __host__ __device__ static constexpr int pairs() { return pairs_before(groups()); }
 };
 
 // What a lane must know of its place in a tile; computed once, outside every loop.
@@ -119,23 +120,41 @@ __device__ __forceinline__ uint32_t window(uint32_t word) {
   return byte_pick(word << (kOffset % 8), 0, kPick);
 }
 
-// The eight states of a lane in one tile. load(word offset in bytes) reads a word of the tile.
-template <int kRate2, bool kSpread = false, class Load>
-__device__ __forceinline__ void load_states(const Load& load, const LanePlace<kRate2>& place, uint32_t (&state)[8]) {
+// The words of a tile that hold a lane's states: a pair for each group that owns one.
+template <int kRate2>
+using Words = uint32_t[Rate<kRate2>::pairs()][2];
+
+// load(word offset in bytes) reads a word of the tile.
+template <int kRate2, class Load>
+__device__ __forceinline__ void load_words(const Load& load, const LanePlace<kRate2>& place, Words<kRate2>& words) {
   using R = Rate<kRate2>;
-  uint32_t pair[2] = {0, 0};
   unroll<R::groups()>([&](auto group) {
     constexpr int g = decltype(group)::value;
     if constexpr (R::pair_of(g) == g) {
-      pair[0] = load(place.word[g][0]);
-      pair[1] = load(place.word[g][1]);
+      words[R::pairs_before(g)][0] = load(place.word[g][0]);
+      words[R::pairs_before(g)][1] = load(place.word[g][1]);
     }
-    const uint32_t aligned = funnel_left(pair[0], pair[1], place.shift[g]);
+  });
+}
+
+// The eight states of a lane in one tile.
+template <int kRate2, bool kSpread = false>
+__device__ __forceinline__ void states_of(const Words<kRate2>& words, const LanePlace<kRate2>& place, uint32_t (&state)[8]) {
+  using R = Rate<kRate2>;
+  unroll<R::groups()>([&](auto group) {
+    constexpr int g = decltype(group)::value, pair = R::pairs_before(R::pair_of(g));
+    const uint32_t aligned = funnel_left(words[pair][0], words[pair][1], place.shift[g]);
     unroll<8>([&](auto position) {
       constexpr int j = decltype(position)::value;
       if constexpr (R::group_of(j) == g) state[j] = window<R::end(j) - R::base(g), kSpread>(aligned);
     });
   });
+}
+template <int kRate2, bool kSpread = false, class Load>
+__device__ __forceinline__ void load_states(const Load& load, const LanePlace<kRate2>& place, uint32_t (&state)[8]) {
+  Words<kRate2> words;
+  load_words<kRate2>(load, place, words);
+  states_of<kRate2, kSpread>(words, place, state);
 }
 
 // A state's word: the weight is the sum of its fp16 halves, or, for mul1, follows from the sum of its bytes.
@@ -160,14 +179,18 @@ __device__ __forceinline__ uint32_t decode_pair(uint32_t s0, uint32_t s1) {
 }
 
 // One tile as the A fragment (weights transposed: rows are output columns n, columns are inputs k) of mma_m16n8k16.
-template <Codebook kBook, int kRate2, class Load>
-__device__ __forceinline__ void decode_tile(const Load& load, const LanePlace<kRate2>& place, uint32_t (&a)[4]) {
-  uint32_t s[8];
-  load_states<kRate2>(load, place, s);
+template <Codebook kBook>
+__device__ __forceinline__ void decode_states(const uint32_t (&s)[8], uint32_t (&a)[4]) {
   a[0] = decode_pair<kBook>(s[0], s[1]);
   a[1] = decode_pair<kBook>(s[4], s[5]);
   a[2] = decode_pair<kBook>(s[2], s[3]);
   a[3] = decode_pair<kBook>(s[6], s[7]);
+}
+template <Codebook kBook, int kRate2, class Load>
+__device__ __forceinline__ void decode_tile(const Load& load, const LanePlace<kRate2>& place, uint32_t (&a)[4]) {
+  uint32_t s[8];
+  load_states<kRate2>(load, place, s);
+  decode_states<kBook>(s, a);
 }
 
 // Words of rows g and g + 8 at an even k, then at the next, to the weights of the two rows. The tensor cores add: a matrix
