@@ -20,7 +20,7 @@ dim3 blockDim, gridDim;
 // holds zeros for the registers and fiber_entry as the address to return to.
 extern "C" __attribute__((visibility("hidden"))) void exl3_emulator_switch(void** from, void* to);
 asm(R"(
-.text
+.pushsection .text
 .hidden exl3_emulator_switch
 .globl exl3_emulator_switch
 .type exl3_emulator_switch, @function
@@ -41,6 +41,7 @@ exl3_emulator_switch:
   popq %rbp
   ret
 .size exl3_emulator_switch, .-exl3_emulator_switch
+.popsection
 )");
 
 namespace emulate {
