@@ -61,6 +61,7 @@ def load(one_process: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., to
     from vllm.distributed import parallel_state
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model
+    from vllm.model_executor.models import utils
 
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)  # as the CPU's worker does
     speculation = {"method": "mtp", "num_speculative_tokens": 1}
@@ -70,6 +71,8 @@ def load(one_process: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., to
             rank_in_group=stage, world_size=stages, is_first_rank=stage == 0, is_last_rank=stage == stages - 1
         )
         monkeypatch.setattr(parallel_state, "_PP", group)
+        # Missing layers are remembered by the model's address, which the model of another stage may have had.
+        monkeypatch.setattr(utils, "_model_to_pp_missing_layer_names", {})
         config = EngineArgs(
             model=str(folder), dtype="float32", enforce_eager=True, max_model_len=256, speculative_config=speculation
         ).create_engine_config()
