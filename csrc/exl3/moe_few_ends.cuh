@@ -174,7 +174,7 @@ static __global__ void __launch_bounds__(32 * kFewSlots) moe_combine_few_kernel(
       allow_next_grid();
       if (place >= 0) {
         const int64_t sums = (static_cast<int64_t>(place) * args.slices + slice) * args.k + block + lane * 4;
-        load_sums(args.arena + call.arena.outputs, sums, 4, v);
+        load_sums(args.arena + call.arena.outputs, sums, v);
       }
       hadamard_128(v, lane);
 #pragma unroll

@@ -17,16 +17,10 @@ __device__ __forceinline__ InputRow input_row(const MoeArgs& args, int route, in
   return {route / args.top_k, args.shared_h ? 0 : expert, args.weight_on_input ? args.weights[route] : 1.0f};
 }
 
-// This lane's four of the 128 sums of a row and column block; sums begins at the block.
-__device__ __forceinline__ void load_sums(const unsigned char* sums, int64_t at, int sum_bytes, float (&v)[4]) {
-  if (sum_bytes == 4) {
-    const float4 read = load_from_l2(reinterpret_cast<const float4*>(sums + at * 4));
-    v[0] = read.x, v[1] = read.y, v[2] = read.z, v[3] = read.w;
-  } else {
-    const uint2 read = *reinterpret_cast<const uint2*>(sums + at * 2);
-    const float2 low = half_pair(read.x), high = half_pair(read.y);
-    v[0] = low.x, v[1] = low.y, v[2] = high.x, v[3] = high.y;
-  }
+// This lane's four of the decode plan's 128 sums of a row and column block, which begin at the block.
+__device__ __forceinline__ void load_sums(const unsigned char* sums, int64_t at, float (&v)[4]) {
+  const float4 read = load_from_l2(reinterpret_cast<const float4*>(sums + at * 4));
+  v[0] = read.x, v[1] = read.y, v[2] = read.z, v[3] = read.w;
 }
 
 // Sums lie so that a lane's four belong to channels `channel`, + 8, + 1 and + 9 of the 128.
