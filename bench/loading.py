@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loading a rank-sliced checkpoint on one GPU: seconds and memory, against repacking experts after they are loaded.
 
-`slabs` is this fork's loader inside vLLM, which copies each expert to its final place as it is read; its seconds hold
-all that vLLM does to load a model, start-up checks of kernels included.  `repacked` reads the same tensors with nothing
-around, keeps every expert's on the card and then joins each layer's into one: the least that a loader without slabs
-can do.  Each runs in a process of its own.  Prints seconds, the peak and what is left, in MiB of the card; writes
-results/loading-<card>-<model>.json beside this file.
+Both are the whole of vLLM's load of the same model, unquantized layers, preparation and start-up checks included.
+`slabs` is this fork's loader, which copies each expert to its final place as it is read; `repacked` keeps every tensor
+of an expert by itself on the card until all of the model have arrived, and then joins those of a layer at a time.
+Each runs in a process of its own, in turn, `--repeats` times.  Prints the median seconds, the time in the checkpoint's
+loader alone, the peak and what is left, in MiB of the card; writes results/loading-<card>-<model>.json here.
 """
 
 from __future__ import annotations
@@ -17,25 +17,30 @@ import re
 import subprocess
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from bench.decode import FIGURES, figures_in
 
 HERE = Path(__file__).parent
 MIB = 1 << 20
-EXPERT = re.compile(r"(.*\.experts)\.\d+\.(\w+)\.rank\d+\.(\w+)")  # layer, projection, kind
 
 
 def main(argv: list[str]) -> int:
     """Measure both, print, write."""
     options = parse(argv)
     if options.variant:
-        print(FIGURES + json.dumps(VARIANTS[options.variant](options.model)), flush=True)
+        with VARIANTS[options.variant]():
+            print(FIGURES + json.dumps(load(options.model)), flush=True)
         return 0
-    figures = {variant: run_variant(options.model, variant) for variant in VARIANTS}
+    runs: dict[str, list[dict[str, Any]]] = {variant: [] for variant in VARIANTS}
+    for _ in range(options.repeats):
+        for variant, done in runs.items():
+            done.append(run_variant(options.model, variant))
+    figures = {variant: median(done) for variant, done in runs.items()}
     for variant, entry in figures.items():
         print(f"{variant:9} " + ", ".join(f"{name} {value}" for name, value in entry.items()))
     if any("error" in entry for entry in figures.values()):
@@ -53,8 +58,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench loading", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("model", type=Path, help="folder of a rank-sliced checkpoint")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for the result")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each (%(default)s)")
     parser.add_argument("--variant", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
+
+
+def median(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of several runs of a variant the one in the middle by seconds, or the first that failed."""
+    failed = [run for run in runs if "error" in run]
+    return failed[0] if failed else sorted(runs, key=lambda run: float(run["seconds"]))[len(runs) // 2]
 
 
 def run_variant(model: Path, variant: str) -> dict[str, Any]:
@@ -67,12 +79,13 @@ def run_variant(model: Path, variant: str) -> dict[str, Any]:
     return figures_in(done.stdout) or {"error": done.stdout[-1500:]}
 
 
-def measured(load: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
-    """What `load` returns, and what it took."""
+def measured(load: Callable[[], Any], peak: bool = True) -> tuple[Any, dict[str, Any]]:
+    """What `load` returns, and what it took; `peak`: also its own peak of memory, not that of what is around it."""
     import torch
 
     torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
+    if peak:
+        torch.cuda.reset_peak_memory_stats()
     before, began = torch.cuda.memory_allocated(), time.perf_counter()
     loaded = load()
     torch.cuda.synchronize()
@@ -84,52 +97,68 @@ def measured(load: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
     }
 
 
-def in_slabs(model: Path) -> dict[str, Any]:
-    """Through vLLM."""
+def load(model: Path) -> dict[str, Any]:
+    """Start an engine of `model`; what its load took, and the checkpoint's loader within it."""
     from vllm import LLM
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
     figures: dict[str, Any] = {}
-    load = BaseModelLoader.load_model
+    load_model, load_weights = BaseModelLoader.load_model, DefaultModelLoader.load_weights
 
     def measured_load(*args: Any, **named: Any) -> Any:
-        loaded, taken = measured(lambda: load(*args, **named))
+        loaded, taken = measured(lambda: load_model(*args, **named))
         figures.update(taken)
         return loaded
 
-    BaseModelLoader.load_model = measured_load  # type: ignore[method-assign]
-    LLM(str(model), enforce_eager=True, max_model_len=1024, kv_cache_memory_bytes=1 << 30, skip_tokenizer_init=True)
+    def timed_weights(*args: Any, **named: Any) -> None:
+        _, taken = measured(lambda: load_weights(*args, **named), peak=False)
+        figures["loader_seconds"] = taken["seconds"]
+
+    with (
+        patch.object(BaseModelLoader, "load_model", measured_load),
+        patch.object(DefaultModelLoader, "load_weights", timed_weights),
+    ):
+        LLM(str(model), enforce_eager=True, max_model_len=1024, kv_cache_memory_bytes=1 << 30, skip_tokenizer_init=True)
     return figures
 
 
-def repacked(model: Path) -> dict[str, Any]:
-    """Tensor by tensor, then joined."""
-    import torch
+@contextmanager
+def repacking() -> Iterator[None]:
+    """Within, experts are loaded as a loader without slabs would: tensor by tensor, joined when all are there."""
+    from vllm.model_executor.layers.quantization.exl3_trellis import expert_intake, moe_method
 
-    torch.cuda.init()
-    return measured(lambda: join_experts(model, "cuda"))[1]
+    create, require = expert_intake.create_expert_params, expert_intake.require_all_experts
+
+    def create_nothing(layer: Any, *args: Any) -> None:
+        create(layer, *args)
+        for _, param in expert_intake.held_params(layer):
+            param.data, param.exl3_pieces = param.data.new_empty(0), []
+
+    def keep(
+        param: Any, loaded_weight: Any, weight_name: str = "", shard_id: str = "", expert_id: int = 0,
+        return_success: bool = False,
+    ) -> bool | None:  # fmt: skip
+        place = param.exl3_expert_param.place(shard_id, expert_id)
+        kept = loaded_weight[place.cut] if place.cut else loaded_weight
+        param.exl3_pieces.append((place.offset, kept.to(param.device, copy=True).flatten()))
+        param.exl3_tally.note(param.exl3_expert_param, shard_id, expert_id)
+        return True if return_success else None
+
+    def join(layer: Any) -> None:
+        for held, param in expert_intake.held_params(layer):
+            param.data = param.data.new_empty(held.elements)
+            for offset, piece in param.exl3_pieces:
+                param.data[offset : offset + piece.numel()] = piece
+            param.exl3_pieces.clear()
+        require(layer)
+
+    with (
+        patch.object(moe_method, "create_expert_params", create_nothing),
+        patch.object(expert_intake, "load_expert", keep),
+        patch.object(moe_method, "require_all_experts", join),
+    ):
+        yield
 
 
-def join_experts(model: Path, device: str) -> dict[str, Any]:
-    """All tensors of a checkpoint but those of MTP layers, on `device`; those of a layer's experts joined, flat."""
-    import torch
-    from safetensors import safe_open
-
-    layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
-    tensors = {}
-    for path in sorted(model.glob("model*.safetensors")):
-        with safe_open(path, framework="pt", device=device) as stored:
-            for name in stored.keys():  # noqa: SIM118  (not a dict)
-                layer = re.search(r"\.layers\.(\d+)\.", name)
-                if not layer or int(layer[1]) < layers:
-                    tensors[name] = stored.get_tensor(name)
-    groups = defaultdict(list)
-    for name in list(tensors):
-        if found := EXPERT.fullmatch(name):
-            groups[".".join(found.groups())].append(tensors.pop(name).flatten())
-    for name in list(groups):
-        tensors[name] = torch.cat(groups.pop(name))
-    return tensors
-
-
-VARIANTS: dict[str, Callable[[Path], dict[str, Any]]] = {"slabs": in_slabs, "repacked": repacked}
+VARIANTS: dict[str, Callable[[], Any]] = {"slabs": nullcontext, "repacked": repacking}
