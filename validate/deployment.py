@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .preflight import Ranks
+
 PORT = 8000  # inside the container
 SECRETS = ("VLLM_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 # Read here besides VARIABLES, or handed through by compose: blank means unset for all of them.
@@ -94,8 +96,12 @@ class Deployment:
     target: str  # "cpu" or "cuda"
 
     @property
-    def tensor_parallel_size(self) -> int:
-        return int(self._option("tensor-parallel-size", "-tp") or 1)
+    def ranks(self) -> Ranks:
+        """As the options share the model out; what is no number is left to `vllm serve`, which says so."""
+        options = {"tp": "tensor-parallel-size", "pp": "pipeline-parallel-size", "nodes": "nnodes"}
+        shorts = {"tp": "-tp", "pp": "-pp", "nodes": "-n"}
+        found = {name: self._option(option, shorts[name]) or "" for name, option in options.items()}
+        return Ranks(**{name: max(1, int(text)) for name, text in found.items() if text.isdecimal()})
 
     def _option(self, name: str, short: str) -> str | None:
         """The last word on an option: the command line's, else the preset's or the variable's."""
@@ -148,7 +154,9 @@ def resolve(
 
 def _means_unset(name: str) -> bool:
     """Compose renders a variable that is not set as a blank one; a few of others' mean something when blank."""
-    return name in {variable.name for variable in VARIABLES} | set(OTHERS) or name.startswith(("VLLM_EXL3_", "NCCL_"))
+    return name in {variable.name for variable in VARIABLES} | set(OTHERS) or name.startswith(
+        ("VLLM_EXL3_", "NCCL_", "CUDA_VISIBLE_DEVICES")  # the last two from compose.gpu.yaml
+    )
 
 
 def _preset(name: str, presets: Path, problems: list[str]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
         return 0
     found = machine.look(plan.target)
     told = preflight.problems(
-        plan.model, tp=plan.tensor_parallel_size, found=found, environment=plan.environment, cache=plan.cache,
+        plan.model, ranks=plan.ranks, found=found, environment=plan.environment, cache=plan.cache,
         port=plan.port,
     )  # fmt: skip
     if told:

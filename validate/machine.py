@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -86,6 +87,17 @@ def read_gpus(text: str) -> tuple[Gpu, ...]:
             free_bytes=int(free) * MIB, driver=tuple(int(part) for part in driver.split(".") if part.isdecimal()),
         ))  # fmt: skip
     return tuple(gpus)
+
+
+def seen(found: Machine, visible: str) -> Machine:
+    """The machine as CUDA shows it with this CUDA_VISIBLE_DEVICES; names other than numbers hide nothing."""
+    words = [word.strip() for word in visible.split(",")]
+    if not all(word.removeprefix("-").isdecimal() for word in words):
+        return found
+    here = {str(gpu.index): gpu for gpu in found.gpus}
+    kept = list(itertools.takewhile(here.__contains__, words))  # CUDA stops at the first that is not there
+    error = f"CUDA_VISIBLE_DEVICES={visible}, and nvidia-smi lists {', '.join(here) or 'none'}"
+    return replace(found, gpus=tuple(here[word] for word in kept), gpu_error=error if here else found.gpu_error)
 
 
 def decoded_bytes(audit: Audit) -> int:

@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from . import check_checkpoint, machine
@@ -26,16 +27,43 @@ SPARSE_ARCHITECTURES = ("GlmMoeDsaForCausalLM", "DeepseekV32ForCausalLM")
 SPARSE_CAPABILITIES = (9, 10, 12)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """How the model is shared out: tensor and pipeline parallel size, over so many machines like this one."""
+
+    tp: int = 1
+    pp: int = 1
+    nodes: int = 1
+
+    @property
+    def here(self) -> int:
+        """Ranks on this machine."""
+        return -(-self.tp * self.pp // self.nodes)
+
+    def __str__(self) -> str:
+        pipeline = f", pipeline parallel size {self.pp}" if self.pp > 1 else ""
+        return f"tensor parallel size {self.tp}{pipeline}" + (f" on {self.nodes} nodes" if self.nodes > 1 else "")
+
+
 def problems(
-    folder: Path, *, tp: int, found: Machine, environment: Mapping[str, str], cache: Path | None, port: int | None
+    folder: Path,
+    *,
+    ranks: Ranks,
+    found: Machine,
+    environment: Mapping[str, str],
+    cache: Path | None,
+    port: int | None,
 ) -> list[str]:
     """Everything that would stop this checkpoint on this machine, one message each; empty where nothing would."""
-    told = [*_environment(environment), *_cache(cache), *_port(port), *_shm(found, tp)]
-    audit, faults = _checkpoint(folder, tp)
+    told = [*_environment(environment), *_cache(cache), *_port(port), *_shm(found, ranks.here)]
+    audit, faults = _checkpoint(folder, ranks.tp)
     told += faults
-    told += _gpus(found, tp, audit) if found.target == "cuda" else []
+    if found.target == "cuda":
+        if visible := environment.get("CUDA_VISIBLE_DEVICES", "").strip():
+            found = machine.seen(found, visible)
+        told += _gpus(found, ranks, audit)
     if audit is not None and not faults:
-        told += _memory(found, tp, audit)
+        told += _memory(found, ranks, audit)
     return told
 
 
@@ -74,11 +102,11 @@ def _port(port: int | None) -> Iterator[str]:
             yield f"port {port}: {error.strerror}; stop what listens there, or choose another"
 
 
-def _shm(found: Machine, tp: int) -> Iterator[str]:
-    want = tp * SHM_PER_RANK
-    if tp > 1 and found.shm_bytes < want:
-        have = f"{found.shm_bytes / (1 << 20):.0f} MiB"
-        yield f"/dev/shm: {have}, want {want / (1 << 20):.0f} MiB for {tp} ranks (SHM_SIZE, or docker run --shm-size)"
+def _shm(found: Machine, ranks: int) -> Iterator[str]:
+    want = ranks * SHM_PER_RANK
+    if ranks > 1 and found.shm_bytes < want:
+        have, need = (f"{size / (1 << 20):.0f} MiB" for size in (found.shm_bytes, want))
+        yield f"/dev/shm: {have}, want {need} for {ranks} ranks (SHM_SIZE, or docker run --shm-size)"
 
 
 def _checkpoint(folder: Path, tp: int) -> tuple[check_checkpoint.Audit | None, list[str]]:
@@ -98,12 +126,12 @@ def _checkpoint(folder: Path, tp: int) -> tuple[check_checkpoint.Audit | None, l
     return audit, faults
 
 
-def _gpus(found: Machine, tp: int, audit: check_checkpoint.Audit | None) -> Iterator[str]:
+def _gpus(found: Machine, ranks: Ranks, audit: check_checkpoint.Audit | None) -> Iterator[str]:
     if not found.gpus:
-        yield f"no GPU: {found.gpu_error}; want {tp} (docker/compose.gpu.yaml hands them over)"
+        yield f"no GPU: {found.gpu_error}; want {ranks.here} (docker/compose.gpu.yaml hands them over)"
         return
-    if tp > len(found.gpus):
-        yield f"tensor parallel size {tp}: {len(found.gpus)} GPUs are visible (TP)"
+    if ranks.here > len(found.gpus):
+        yield f"{ranks}: {len(found.gpus)} GPUs are visible (TP)"
     driver = found.gpus[0].driver
     if driver < DRIVER:
         yield f"driver {'.'.join(map(str, driver))}: want {'.'.join(map(str, DRIVER))} or newer, for CUDA 13"
@@ -119,16 +147,16 @@ def _gpus(found: Machine, tp: int, audit: check_checkpoint.Audit | None) -> Iter
                 yield f"GPU {gpu.index} ({gpu.name}): compute capability {have} has no sparse attention for {name}"
 
 
-def _memory(found: Machine, tp: int, audit: check_checkpoint.Audit) -> Iterator[str]:
-    """Weights only. On a GPU they stay as stored; a CPU decodes them to two bytes each."""
+def _memory(found: Machine, ranks: Ranks, audit: check_checkpoint.Audit) -> Iterator[str]:
+    """Weights only, of an average stage. On a GPU they stay as stored; a CPU decodes them to two bytes each."""
     if found.target == "cpu":
         want = machine.decoded_bytes(audit)
         if found.free_bytes < want:
             yield f"memory: {found.free_bytes / GIB:.1f} GiB free, the decoded weights take {want / GIB:.1f} GiB"
         return
     held = audit.rank_bytes()
-    want = held["experts"] + held["other_tensors_of_all_ranks"] // tp
-    for gpu in found.gpus[:tp]:
+    want = (held["experts"] + held["other_tensors_of_all_ranks"] // ranks.tp) // ranks.pp
+    for gpu in found.gpus[: ranks.here]:
         if gpu.free_bytes < want:
             have = f"{gpu.free_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB free"
             yield f"GPU {gpu.index} ({gpu.name}): {have}, the weights of a rank take {want / GIB:.1f} GiB"
@@ -148,12 +176,15 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m validate preflight", description=__doc__)
     parser.add_argument("folder", type=Path, help="the checkpoint")
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel size")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline parallel size")
     parser.add_argument("--target", choices=("cpu", "cuda"), default="cuda", help="where it is to run")
     parser.add_argument("--port", type=int, help="also check that this port is free")
     given = parser.parse_args(arguments)
-    if given.tp < 1:
-        parser.error(f"--tp {given.tp}, want 1 or more")
+    for name in ("tp", "pp"):
+        if getattr(given, name) < 1:
+            parser.error(f"--{name} {getattr(given, name)}, want 1 or more")
     found = machine.look(given.target)
-    told = problems(given.folder, tp=given.tp, found=found, environment=os.environ, cache=None, port=given.port)
+    ranks = Ranks(tp=given.tp, pp=given.pp)
+    told = problems(given.folder, ranks=ranks, found=found, environment=os.environ, cache=None, port=given.port)
     print(report(told), file=sys.stderr if told else sys.stdout)
     return 1 if told else 0

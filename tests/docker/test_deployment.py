@@ -15,6 +15,7 @@ import pytest
 
 from validate import deployment
 from validate.deployment import DeploymentError, resolve
+from validate.preflight import Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESETS = ROOT / "docker/presets"
@@ -112,7 +113,12 @@ def test_everything_wrong_is_told_at_once() -> None:
     "extra, size", [((), 4), (("-tp", "2"), 2), (("--tensor-parallel-size=8",), 8), (("--seed", "1"), 4)]
 )
 def test_the_command_line_has_the_last_word_on_ranks(extra: tuple[str, ...], size: int) -> None:
-    assert resolve({"PRESET": GLM}, extra, PRESETS, {}).tensor_parallel_size == size
+    assert resolve({"PRESET": GLM}, extra, PRESETS, {}).ranks == Ranks(tp=size)
+
+
+def test_ranks_of_stages_and_machines() -> None:
+    extra = ["--pipeline-parallel-size=2", "-n", "3", "-tp", "many"]  # vllm serve says what is wrong with the last
+    assert resolve({}, extra, PRESETS, {}).ranks == Ranks(pp=2, nodes=3)
 
 
 def test_caches_lie_below_one_folder_of_the_build() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from validate import machine, preflight
+from validate import check_checkpoint, machine, preflight
 from validate.__main__ import main
 from validate.machine import Gpu, Machine
 
@@ -35,8 +35,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def told(folder: Path, found: Machine = BOX, tp: int = 1, **environment: str) -> list[str]:
-    return preflight.problems(folder, tp=tp, found=found, environment=environment, cache=None, port=None)
+def told(folder: Path, found: Machine = BOX, tp: int = 1, pp: int = 1, nodes: int = 1, **environment: str) -> list[str]:
+    ranks = preflight.Ranks(tp=tp, pp=pp, nodes=nodes)
+    return preflight.problems(folder, ranks=ranks, found=found, environment=environment, cache=None, port=None)
 
 
 def test_nothing_in_the_way(checkpoint: Path) -> None:
@@ -74,6 +75,28 @@ MACHINES: dict[str, tuple[Machine, int, str]] = {
 def test_machine(checkpoint: Path, case: str) -> None:
     found, tp, message = MACHINES[case]
     assert told(checkpoint, found, tp) == [message]
+
+
+def test_hidden_gpus_do_not_count(checkpoint: Path) -> None:
+    busy = with_gpu(free_bytes=0)
+    assert told(checkpoint, busy, CUDA_VISIBLE_DEVICES="1") == []
+    assert len(told(checkpoint, busy, CUDA_VISIBLE_DEVICES="0")) == 1
+    assert told(checkpoint, busy, CUDA_VISIBLE_DEVICES="GPU-8d1f,GPU-77aa") == told(checkpoint, busy)
+    assert told(checkpoint, tp=2, CUDA_VISIBLE_DEVICES="3,1") == []
+    (few,) = told(checkpoint, tp=2, CUDA_VISIBLE_DEVICES="3,7,1")  # CUDA stops at 7
+    assert few == "tensor parallel size 2: 1 GPUs are visible (TP)"
+    (none,) = told(checkpoint, CUDA_VISIBLE_DEVICES="9")
+    assert none.startswith("no GPU: CUDA_VISIBLE_DEVICES=9, and nvidia-smi lists 0, 1, 2, 3")
+
+
+def test_stages_and_machines_share_the_model(checkpoint: Path) -> None:
+    whole = check_checkpoint.Audit(checkpoint, 1).rank_bytes()
+    room = sum(whole[name] for name in ("experts", "other_tensors_of_all_ranks")) * 3 // 4
+    small = replace(BOX, gpus=tuple(replace(gpu, free_bytes=room) for gpu in BOX.gpus))
+    assert len(told(checkpoint, small)) == 1
+    assert told(checkpoint, small, pp=2) == []
+    assert told(checkpoint, pp=4, tp=2) == ["tensor parallel size 2, pipeline parallel size 4: 4 GPUs are visible (TP)"]
+    assert told(checkpoint, pp=4, tp=2, nodes=2) == []
 
 
 def test_docker_s_own_shm_is_enough_for_one_rank(checkpoint: Path) -> None:
@@ -139,14 +162,16 @@ def test_busy_port(checkpoint: Path) -> None:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
         number = taken.getsockname()[1]
-        [found] = preflight.problems(checkpoint, tp=1, found=BOX, environment={}, cache=None, port=number)
+        [found] = preflight.problems(
+            checkpoint, ranks=preflight.Ranks(), found=BOX, environment={}, cache=None, port=number
+        )
     assert found == f"port {number}: Address already in use; stop what listens there, or choose another"
 
 
 def test_cache_that_cannot_be_written(checkpoint: Path) -> None:
     """Below /proc not even root may make a folder."""
     cache = Path("/proc/cache")
-    [found] = preflight.problems(checkpoint, tp=1, found=BOX, environment={}, cache=cache, port=None)
+    [found] = preflight.problems(checkpoint, ranks=preflight.Ranks(), found=BOX, environment={}, cache=cache, port=None)
     assert found.startswith(f"cache {cache}: ")
     assert found.endswith(f"for user {os.getuid()}:{os.getgid()}; want a folder it may write (CACHE_DIR, RUN_AS)")
 
