@@ -48,6 +48,8 @@ MoeArgs numbers(int64_t m, int64_t slices, const std::vector<int64_t>& sizes, co
   STD_TORCH_CHECK(tile, "exl3: blocks of ", args.row_tile, " rows, want 8 to decode, else 16, 32, 64 or 128");
   STD_TORCH_CHECK(args.parts >= 1 && args.parts <= (args.decode ? args.k / 128 : 1) && args.window >= 1 && args.grid >= 1,
                   "exl3: a plan of ", args.parts, " parts, windows of ", args.window, " routes and a grid of ", args.grid);
+  STD_TORCH_CHECK(m * args.top_k <= static_cast<int64_t>(args.window) * kMaxWindows, "exl3: ", m * args.top_k,
+                  " routes in windows of ", args.window, ", want at most ", kMaxWindows, " windows");
   STD_TORCH_CHECK(!args.decode || args.window >= m * args.top_k, "exl3: ", m * args.top_k,
                   " routes, want at most the window of a decode plan, ", args.window);
   STD_TORCH_CHECK(!args.decode || args.down_columns >= args.k, "exl3: down in passes of ", args.down_columns,

@@ -8,6 +8,7 @@ namespace exl3 {
 
 constexpr int kMaxSlices = 8;
 constexpr int kMaxExperts = 2048;
+constexpr int kMaxWindows = 64;
 constexpr int kMatrices = 2;       // into the middle: gate and up
 constexpr int kDecodeRows = 8;     // rows of a block of the decode plan
 
@@ -37,7 +38,7 @@ struct MoeArgs {
   int k, hidden, width, intermediate;  // see MoeQuery
   int row_tile;           // rows of a block of the product: 8 in the decode plan, else 16, 32, 64 or 128
   int parts;              // into which k of gate and up is cut, the same for every m; 1 but in the decode plan
-  int window;             // routes in one pass of gate and up
+  int window;             // routes in one pass of gate and up, of which there are at most kMaxWindows
   int down_columns;       // columns of y in one pass of down, a multiple of 128
   int grid;               // thread blocks of a product, all of which run at once
   int max_rate2;          // the largest 2K in the table

@@ -76,7 +76,7 @@ static __global__ void __launch_bounds__(32 * kFewEndWarps, 4)
   const int groups = call.args.k / kHadamard;
   const int at = (static_cast<int>(blockIdx.x) - 1) * kFewEndWarps + static_cast<int>(threadIdx.x) / 32;
   if (blockIdx.x == 0) {
-    if (blockIdx.y == 0) list_routes(call);
+    if (blockIdx.y == 0) list_routes<true>(call);
   } else if (at < rows * groups) {
     rotate_few(call, at / groups, at % groups, blockIdx.y);
   }

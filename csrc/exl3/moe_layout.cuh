@@ -25,7 +25,7 @@ struct alignas(8) Route {
 constexpr int kChunkRoutes = 2048;  // routes that one thread block of the prefill plan sorts
 
 struct MoeArena {
-  int64_t header;   // int [2 + passes]: routes that are somebody's; then the first block of each window, then of none
+  int64_t header;   // int [2 + windows]: routes that are somebody's; then the first block of each window, then of none
   int64_t blocks;   // MoeBlock []
   int64_t counts;   // int [chunks][experts]: routes of each, where there are several chunks
   int64_t sorted;   // Route [routes]

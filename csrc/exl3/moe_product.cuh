@@ -48,11 +48,13 @@ struct MoeList {
   const MoeStage& stage;
   MoeItem* items;  // [S::kListed], shared
   __device__ __forceinline__ const MoeItem& operator[](int number) const { return items[number % S::kListed]; }
-  // Items [first, first + count) of this thread block, for all threads after the next barrier.
+  // Items [first, first + count) of this thread block, for all threads after the next barrier. A window's items become
+  // smaller along the list, so every second round goes the other way: after a larger item comes a smaller one.
   __device__ __forceinline__ void describe(int first, int count) {
     const int number = first + static_cast<int>(threadIdx.x);
+    const int place = number % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     if (static_cast<int>(threadIdx.x) < count)
-      describe_item(call, stage, blockIdx.x + number * gridDim.x, items[number % S::kListed]);
+      describe_item(call, stage, place + number * gridDim.x, items[number % S::kListed]);
   }
   __device__ __forceinline__ void reached(int number) {
     if (number % kHalf == kHalf / 2 && number > kHalf) describe((number / kHalf + 1) * kHalf, kHalf);

@@ -115,9 +115,10 @@ static __global__ void __launch_bounds__(kRouteThreads, 1)
 // Grid: chunks.
 static __global__ void __launch_bounds__(kRouteThreads, 1)
     moe_route_kernel(const __grid_constant__ MoeCall call) {
+  static_assert(kMaxWindows * kBlockSizes < kRouteThreads, "a thread a counter, and one for the end");
   wait_for_previous_grid();
   allow_next_grid();
-  list_routes(call, blockIdx.x, call.arena.chunks);
+  list_routes<false>(call, blockIdx.x, call.arena.chunks);
 }
 
 constexpr int kInputWarps = 6, kInputGroups = 2;  // groups of k a warp rotates one after the other

@@ -73,9 +73,82 @@ __device__ __forceinline__ void count_routes(const MoeArgs& args, int begin, int
   __syncthreads();
 }
 
+// Neighbouring experts [begin, end) of one thread.
+struct Experts {
+  int begin, end;
+  const unsigned* routes;  // of all experts, each one's number
+  int first;               // place of their first route in the sorted list
+};
+
+// use(expert, from, to) for every block of the experts. The decode plan has one window.
+template <bool kDecode, class Use>
+__device__ __forceinline__ void each_block(const MoeArgs& args, const Experts& experts, Use use) {
+  int start = experts.first;
+#pragma unroll 1
+  for (int expert = experts.begin; expert < experts.end; ++expert) {
+    const int last = start + experts.routes[expert];
+    for (int from = start; from < last;) {
+      const int to = kDecode ? min(from + kDecodeRows, last) : block_end(args, from, last);
+      use(expert, from, to);
+      from = to;
+    }
+    start = last;
+  }
+}
+
+__device__ __forceinline__ void put_block(const MoeCall& call, int place, int expert, int from, int to) {
+  const MoeArgs& args = call.args;
+  reinterpret_cast<MoeBlock*>(args.arena + call.arena.blocks)[place] = {
+      expert,
+      from,
+      to - from,
+      0,
+      {args.table[expert], args.table[args.experts + expert], args.table[2 * args.experts + expert], 0}};
+}
+
+// The decode plan's blocks, of its one window, in the order of experts: to sort them would take longer than it saves.
+__device__ __forceinline__ void list_blocks(const MoeCall& call, const Experts& mine, float* scratch) {
+  int blocks = 0, all_blocks = 0;
+  each_block<true>(call.args, mine, [&](int, int, int) { ++blocks; });
+  int block = threads_before(blocks, scratch, all_blocks);
+  int* first_of_window = reinterpret_cast<int*>(call.args.arena + call.arena.header) + 1;
+  if (threadIdx.x == 0) first_of_window[0] = 0, first_of_window[1] = all_blocks;
+  each_block<true>(call.args, mine, [&](int expert, int from, int to) { put_block(call, block++, expert, from, to); });
+}
+
+// Sizes of a block, the largest first, in steps of the rows by which the product's time grows (multiply_rows).
+constexpr int kSizeRows = 32, kBlockSizes = 128 / kSizeRows;
+
+// The prefill plan's blocks, within each window the largest first: a product goes over its items in few rounds, and a
+// round takes as long as its largest item. Every size of every window has a counter, and each counter a thread.
+__device__ __forceinline__ void list_blocks_by_size(const MoeCall& call, const Experts& mine, float* scratch) {
+  constexpr int kCounters = kMaxWindows * kBlockSizes;
+  __shared__ __align__(16) unsigned next[kCounters];  // blocks of a window and size; then the next one's place
+  const MoeArgs& args = call.args;
+  const int thread = threadIdx.x;
+  const auto counter = [&](int from, int to) {
+    return next + from / args.window * kBlockSizes + (args.row_tile - (to - from)) / kSizeRows;
+  };
+  if (thread < kCounters) next[thread] = 0;
+  __syncthreads();
+  each_block<false>(args, mine, [&](int, int from, int to) { atomic_increment(counter(from, to)); });
+  __syncthreads();
+  int all_blocks = 0;
+  const int place = threads_before(thread < kCounters ? next[thread] : 0, scratch, all_blocks);
+  if (thread < kCounters) next[thread] = place;
+  int* first_of_window = reinterpret_cast<int*>(args.arena + call.arena.header) + 1;
+  if (thread % kBlockSizes == 0 && thread / kBlockSizes <= call.arena.windows)
+    first_of_window[thread / kBlockSizes] = place;
+  __syncthreads();
+  each_block<false>(args, mine, [&](int expert, int from, int to) {
+    put_block(call, static_cast<int>(atomic_increment(counter(from, to))), expert, from, to);
+  });
+}
+
 // Sort the routes of a chunk by expert, among those of all chunks, and list the blocks if it is the first chunk. The
 // order of an expert's routes does not matter: no route's result depends on its place. One thread block each; where
 // there is more than one chunk, all of them have been counted.
+template <bool kDecode>
 __device__ __forceinline__ void list_routes(const MoeCall& call, int chunk = 0, int chunks = 1) {
   const MoeArgs& args = call.args;
   const MoeArena& arena = call.arena;
@@ -99,50 +172,22 @@ __device__ __forceinline__ void list_routes(const MoeCall& call, int chunk = 0, 
   }
   __syncthreads();
 
-  // Each thread has neighbouring experts: their routes, then their blocks.
-  const int each = (args.experts + threads - 1) / threads, mine = thread * each;
-  int routes = 0, valid = 0, blocks = 0, all_blocks = 0;
+  const int each = (args.experts + threads - 1) / threads;
+  Experts mine{thread * each, min(thread * each + each, args.experts), cursor, 0};
+  int routes = 0, valid = 0;
 #pragma unroll 1
-  for (int i = 0; i < each && mine + i < args.experts; ++i) routes += cursor[mine + i];
-  const int first = threads_before(routes, scratch, valid);
+  for (int expert = mine.begin; expert < mine.end; ++expert) routes += cursor[expert];
+  mine.first = threads_before(routes, scratch, valid);
   if (chunk == 0) {
-    int start = first;
-#pragma unroll 1
-    for (int i = 0; i < each && mine + i < args.experts; ++i) {
-      const int last = start + cursor[mine + i];
-      for (int from = start; from < last; from = block_end(args, from, last)) ++blocks;
-      start = last;
-    }
-    int block = threads_before(blocks, scratch, all_blocks);
-
-    int* header = reinterpret_cast<int*>(args.arena + arena.header);
-    MoeBlock* list = reinterpret_cast<MoeBlock*>(args.arena + arena.blocks);
-    if (thread == 0) header[0] = valid;
-    for (int window = thread; window <= arena.windows; window += threads)
-      if (window * args.window >= valid) header[1 + window] = all_blocks;
-    start = first;
-#pragma unroll 1
-    for (int i = 0; i < each && mine + i < args.experts; ++i) {
-      const int expert = mine + i, last = start + cursor[expert];
-      for (int from = start; from < last; ++block) {
-        const int to = block_end(args, from, last);
-        // Windows cut blocks, so a block begins where a window does.
-        if (from % args.window == 0) header[1 + from / args.window] = block;
-        list[block] = {expert,
-                       from,
-                       to - from,
-                       0,
-                       {args.table[expert], args.table[args.experts + expert], args.table[2 * args.experts + expert], 0}};
-        from = to;
-      }
-      start = last;
-    }
+    if (thread == 0) *reinterpret_cast<int*>(args.arena + arena.header) = valid;
+    if constexpr (kDecode) list_blocks(call, mine, scratch);
+    else list_blocks_by_size(call, mine, scratch);
   }
-  int start = first;
+  int start = mine.first;
 #pragma unroll 1
-  for (int i = 0; i < each && mine + i < args.experts; ++i) {
-    const int next = start + cursor[mine + i];
-    cursor[mine + i] = start + before[mine + i];
+  for (int expert = mine.begin; expert < mine.end; ++expert) {
+    const int next = start + cursor[expert];
+    cursor[expert] = start + before[expert];
     start = next;
   }
   __syncthreads();

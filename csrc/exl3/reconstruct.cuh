@@ -118,26 +118,21 @@ __device__ __forceinline__ uint32_t scale_pair(uint32_t pair, float scale) {
   return pack_pair<T>(v.x * scale, v.y * scale);
 }
 
-// Dynamic shared memory: packed tiles, and two sets of scales.
-__host__ __device__ constexpr int original_shared_bytes(int rate2) {
-  return kBlockTiles * kBlockTiles * 16 * rate2 + 2 * 2 * kHadamard * 2;
-}
-// Blocks an SM that the compiler leaves registers for: 6 and 7 bits have the most places to hold.
+// Blocks an SM that the compiler leaves registers for: 7 and 8 bits have the most places to hold; with three blocks SM80
+// would spill at 5 bits of mul1 and SM100 at 1.5.
 __host__ __device__ constexpr int original_blocks(Codebook book, int rate2) {
-  return rate2 == 14 || (rate2 == 12 && book != Codebook::kMcg) ? 2 : 3;
+  return rate2 >= 14 || (book == Codebook::kMul1 && (rate2 == 3 || rate2 == 10)) ? 2 : 3;
 }
 
-// Four neighbouring columns of each of a row's eight tiles, times svh, of the first of them in shared memory, and the row's
-// scale; left: columns from the first to the end.
+// Four neighbouring columns of each of a row's eight tiles, times their scales; left: columns from the first to the end.
 template <class T>
-__device__ __forceinline__ void store_original(T* w, const uint32_t (&u)[8][2], SharedAddress svh, float row_scale,
+__device__ __forceinline__ void store_original(T* w, const uint32_t (&u)[8][2], const uint2 (&scales)[8], float row_scale,
                                                bool wide, int64_t left) {
   uint16_t* to = reinterpret_cast<uint16_t*>(w);
 #pragma unroll
   for (int i = 0; i < 8; ++i, left -= kTile) {
-    const uint2 column_scales = load_shared_64(svh + i * kTile * sizeof(__half));
-    const uint2 four = make_uint2(scale_pair<T>(mul_half2(u[i][0], column_scales.x), row_scale),
-                                  scale_pair<T>(mul_half2(u[i][1], column_scales.y), row_scale));
+    const uint2 four = make_uint2(scale_pair<T>(mul_half2(u[i][0], scales[i].x), row_scale),
+                                  scale_pair<T>(mul_half2(u[i][1], scales[i].y), row_scale));
     if (wide) {
       *reinterpret_cast<uint2*>(to + i * kTile) = four;
     } else {
@@ -152,7 +147,7 @@ __device__ __forceinline__ void store_original(T* w, const uint32_t (&u)[8][2], 
 constexpr int kOriginalPitch = kBlockColumns / 2 + 8;  // words: rows 8 banks apart, 8-byte accesses free of conflicts
 
 // w [k_true, columns] = diag(suh) H W H diag(svh), columns from 128 * first_block, 128 x 128 at a time. Grid: as many blocks
-// as run at once. groups: k_true / 128, rounded up. Dynamic shared memory: original_shared_bytes.
+// as run at once. groups: k_true / 128, rounded up. Dynamic shared memory: kBlockTiles^2 packed tiles.
 //
 // H128 = H8 (x) H16. The tile is the B operand of H16 W, whose accumulators, rounded to fp16, are the A operand of
 // (H16 W) H16: the tensor cores do both sides of the inner transform without a shuffle. The columns of the second H16
@@ -166,17 +161,12 @@ __global__ void __launch_bounds__(32 * kReconstructWarps, original_blocks(kBook,
   constexpr int kBytes = Rate<kRate2>::kTileBytes, kPieces = kBytes / 16;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
   const int blocks = (columns + kBlockColumns - 1) / kBlockColumns;
-  const int64_t pitch = static_cast<int64_t>(n / kTile) * kBytes;
-  const SharedAddress shared = dynamic_shared(), packed = shared + warp * kBlockTiles * kBytes;
-  const SharedAddress first_scales = shared + kBlockTiles * kBlockTiles * kBytes;
-  SharedAddress scales = first_scales;  // svh, then suh, of this tile; those of the next lie beside
-  constexpr uint32_t kScaleBytes = 2 * kHadamard * sizeof(__half);
-  // A warp's eight tiles, one below the other, and the first warp's share of the scales.
-  const auto fetch = [&](int group, int at, SharedAddress scales) {
-    if (warp == 0 && group < groups)
-      cp_async_16(scales + lane * 16, lane < 16 ? svh + (first_block + at) * kBlockColumns + lane * 8
-                                                : suh + group * kHadamard + (lane - 16) * 8);
-    const unsigned char* from = trellis + group * (kBlockTiles * pitch) + ((first_block + at) * kBlockTiles + warp) * kBytes;
+  const uint32_t pitch = n / kTile * kBytes;  // from a row of tiles to the next
+  const SharedAddress packed = dynamic_shared() + warp * kBlockTiles * kBytes;
+  // A warp's eight tiles, one below the other.
+  const auto fetch = [&](int group, int at) {
+    const unsigned char* from = trellis + static_cast<uint64_t>(kBlockTiles * pitch) * group +
+                                ((first_block + at) * kBlockTiles + warp) * kBytes;
 #pragma unroll
     for (int i = 0; i < kBlockTiles * kPieces; i += 32)
       if (group < groups && (i + 32 <= kBlockTiles * kPieces || i + lane < kBlockTiles * kPieces))
@@ -191,7 +181,7 @@ __global__ void __launch_bounds__(32 * kReconstructWarps, original_blocks(kBook,
   const LanePlace<kRate2> place(lane);
   int group = blockIdx.x / blocks, at = blockIdx.x % blocks;  // 128 rows, 128 columns
   const int groups_on = gridDim.x / blocks, on = gridDim.x % blocks;
-  fetch(group, at, scales);
+  fetch(group, at);
 #pragma unroll 1
   while (group < groups) {
     const int64_t k0 = static_cast<int64_t>(group) * kHadamard, n0 = static_cast<int64_t>(at) * kBlockColumns;
@@ -201,8 +191,7 @@ __global__ void __launch_bounds__(32 * kReconstructWarps, original_blocks(kBook,
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       uint32_t b[4];  // b[0], b[2]: columns 0-7; b[1], b[3]: columns 8-15
-      if constexpr (kBook == Codebook::kMul1) decode_tile<kBook, kRate2>(SharedTile{packed + i * kBytes}, place, b);
-      else decode_tile_by_tensor_cores<kBook, kRate2>(SharedTile{packed + i * kBytes}, place, b);
+      decode_tile_by_tensor_cores<kBook, kRate2>(SharedTile{packed + i * kBytes}, place, b);
       uint32_t left[2], middle[2];
       mma_m16n8k16_half(left, h, b[0], b[2]);
       mma_m16n8k16_half(middle, h, b[1], b[3]);
@@ -214,12 +203,12 @@ __global__ void __launch_bounds__(32 * kReconstructWarps, original_blocks(kBook,
         v[i][half] = out[0], v[i][2 + half] = out[1];
       }
     }
-    hadamard_8(v);
-    __syncthreads();  // all have read the block and the scales before
+    __syncwarp();
     group += groups_on, at += on;
     if (at >= blocks) at -= blocks, ++group;
-    const SharedAddress next = scales == first_scales ? first_scales + kScaleBytes : first_scales;
-    fetch(group, at, next);
+    fetch(group, at);
+    hadamard_8(v);
+    __syncthreads();  // all have read the block before
 #pragma unroll
     for (int i = 0; i < 8; ++i)
 #pragma unroll
@@ -228,6 +217,11 @@ __global__ void __launch_bounds__(32 * kReconstructWarps, original_blocks(kBook,
             make_uint2(v[i][2 * half], v[i][2 * half + 1]);
     // A lane now takes four neighbouring columns of all eight tiles of a row.
     const bool wide = stride % 4 == 0 && reinterpret_cast<uintptr_t>(w) % 8 == 0 && n0 + kBlockColumns <= columns;
+    uint2 scales[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      scales[i] = *reinterpret_cast<const uint2*>(svh + first_block * kBlockColumns + n0 + i * kTile + 4 * c);
+    const __half row_scales[2] = {suh[k0 + warp * 8 + g], suh[k0 + warp * 8 + g + 64]};
     __syncthreads();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -239,13 +233,10 @@ __global__ void __launch_bounds__(32 * kReconstructWarps, original_blocks(kBook,
         u[i][0] = read.x, u[i][1] = read.y;
       }
       hadamard_8(u);
-      const uint32_t suh_pair = load_shared_32(scales + kHadamard * sizeof(__half) + row / 2 * 4);
-      const float row_scale = (row % 2 ? to_float2(suh_pair).y : to_float2(suh_pair).x) * kRowScale;
+      const float row_scale = __half2float(row_scales[half]) * kRowScale;
       if (k0 + row < k_true)
-        store_original(w + (k0 + row) * stride + n0 + 4 * c, u, scales + 4 * c * sizeof(__half), row_scale, wide,
-                       columns - (n0 + 4 * c));
+        store_original(w + (k0 + row) * stride + n0 + 4 * c, u, scales, row_scale, wide, columns - (n0 + 4 * c));
     }
-    scales = next;
   }
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -166,9 +166,13 @@ def run(
     target: str = "warp",
     dependent: bool = True,
     pad: int = 0,
+    look: Callable[[torch.Tensor], None] | None = None,
     **cut: int,
 ) -> torch.Tensor:
-    """y of operator `moe` under both schedules. plan: "decode" or "prefill"; cut: what to change in it."""
+    """y of operator `moe` under both schedules.
+
+    plan: "decode" or "prefill"; cut: what to change in it; look: is shown the operator's arena after each call.
+    """
     m = call.x.shape[0]
     native_moe.ops_moe.arena_bytes = functools.partial(_arena_bytes, target)
     planned = native_moe.plan(of, DEVICE, Window(name=plan, rows=capacity or m, block=8))
@@ -179,13 +183,13 @@ def run(
         y = arena.empty((m, of.hidden + pad), call.x.dtype)[:, : of.hidden]
         x = arena.empty((m, of.hidden + pad), call.x.dtype)[:, : of.hidden].copy_(call.x)
         slices = [arena.copy(getattr(part, kind)) for part in random_weights(of) for kind in ops_moe.SLICE_TENSORS]
-        size = _arena_bytes(target, m, of.slices, planned.sizes, changed)
+        scratch = arena.empty((_arena_bytes(target, m, of.slices, planned.sizes, changed),), torch.uint8, align=256)
         load(target).ops.moe(
             y,
             x,
             arena.copy(call.weights),
             arena.copy(call.ids),
-            arena.empty((size,), torch.uint8, align=256),
+            scratch,
             arena.copy(table),
             slices,
             ops_moe._numbers(planned.sizes),
@@ -194,9 +198,42 @@ def run(
             dependent,
         )
         load(target).synchronize()
+        if look:
+            look(scratch)
         return y
 
     return under_both_schedules(enqueue, target)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed:
+    """What the prefill plan's sort leaves in the arena, as moe_layout.cuh lays it out."""
+
+    first: list[int]  # block of each window, then of none
+    blocks: list[list[int]]  # expert, start, count
+    weights: torch.Tensor  # [blocks, 3] i64: entries of the table
+    routes: list[list[int]]  # route, expert
+
+    @staticmethod
+    def of(arena: torch.Tensor, call: Call, experts: int, window: int) -> Listed:
+        routes, chunk = call.ids.numel(), 2048
+        windows, chunks = -(-routes // window), -(-routes // chunk)
+        most_blocks = routes // 8 + min(routes, experts) + windows
+        blocks_at = _aligned(4 * (2 + windows))
+        counts_at = _aligned(blocks_at + 48 * most_blocks)
+        sorted_at = _aligned(counts_at + (4 * chunks * experts if chunks > 1 else 0))
+        valid, *first = arena[: 4 * (2 + windows)].view(torch.int32).tolist()
+        blocks = arena[blocks_at : blocks_at + 48 * first[-1]].view(-1, 48)
+        return Listed(
+            first=first,
+            blocks=blocks[:, :12].contiguous().view(torch.int32).tolist(),
+            weights=blocks[:, 16:40].contiguous().view(torch.int64),
+            routes=arena[sorted_at : sorted_at + 8 * valid].view(torch.int32).view(-1, 2).tolist(),
+        )
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 256) * 256
 
 
 def _arena_bytes(target: str, rows: int, slices: int, sizes: ops_moe.Sizes, cut: ops_moe.Cut) -> int:

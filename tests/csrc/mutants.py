@@ -196,8 +196,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "original-scales-of-the-first-block": Mutant(
         file="reconstruct.cuh",
-        old="svh + (first_block + at) * kBlockColumns",
-        new="svh + at * kBlockColumns",
+        old="svh + first_block * kBlockColumns + n0",
+        new="svh + n0",
         test=ORIGINAL,
     ),
     "original-fragment-swapped": Mutant(
@@ -208,9 +208,6 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "original-one-row-too-many": Mutant(
         file="reconstruct.cuh", old="k0 + row < k_true", new="k0 + row <= k_true", test=ORIGINAL
-    ),
-    "original-scales-of-the-next-tile": Mutant(
-        file="reconstruct.cuh", old="    scales = next;\n", new="", test=ORIGINAL
     ),
     "original-block-overwritten-too-early": Mutant(
         file="reconstruct.cuh", old="    __syncthreads();  // all have read", new="    // all have read", test=ORIGINAL

@@ -12,6 +12,7 @@ ONE = "test_all_rows_on_one_expert_and_rows_on_none"
 ACTIVATIONS = "test_activations"
 MANY = "test_many_experts"
 CHUNKS = "test_routes_of_several_chunks"
+SIZES = "test_blocks_of_a_window_are_listed_by_size"
 
 MOE_MUTANTS = {
     # The product for few routes.
@@ -109,6 +110,9 @@ MOE_MUTANTS = {
         "min(min(from + args.row_tile, end), window_end + args.window)",
         PASSES,
     ),
+    "moe-smallest-blocks-first": ("moe_route.cuh", "(args.row_tile - (to - from))", "(to - from - 1)", SIZES),
+    "moe-sizes-of-one-window": ("moe_route.cuh", "next + from / args.window * kBlockSizes", "next", PASSES),
+    "moe-round-back-off-by-one": ("moe_product.cuh", "gridDim.x - 1 - blockIdx.x", "gridDim.x - blockIdx.x", LISTS),
     "moe-id-beyond-the-last": ("moe_route.cuh", "id < args.experts", "id <= args.experts", ONE),
     "moe-nobody-is-expert-0": ("moe_route.cuh", "static_cast<int>(id) : -1", "static_cast<int>(id) : 0", ONE),
     "moe-arena-one-block-short": (

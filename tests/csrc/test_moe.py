@@ -6,6 +6,7 @@ weight, sign or route would be above 1e-2.
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 
@@ -13,8 +14,9 @@ import pytest
 import torch
 
 from tests.csrc.emulation import load
-from tests.csrc.experts import Call, query, random_call, run, truth
+from tests.csrc.experts import Call, Listed, query, random_call, run, truth
 from tests.csrc.shards import error, same_bytes
+from vllm.model_executor.layers.quantization.exl3_trellis.backends import native_moe
 from vllm.model_executor.layers.quantization.exl3_trellis.codebook import CODEBOOKS
 from vllm.model_executor.layers.quantization.exl3_trellis.plan import Activation
 
@@ -130,6 +132,45 @@ def test_routes_of_several_chunks():
     assert same_bytes(run(of, alone, "prefill", capacity=130), whole[128:])
 
 
+@pytest.mark.parametrize("rows, tile, window", [(150, 32, 70), (230, 64, 300), (1030, 128, 900)])
+def test_blocks_of_a_window_are_listed_by_size(rows, tile, window):
+    """Every route in one block, every block in one window; routing is skewed, and some routes are nobody's."""
+    of = query([(3, 3, 3), (2, 2, 2), (4, 4, 4)] * 4, k=128)
+    call = random_call(of, rows, _skewed(rows, of.experts, of.top_k))
+    seen = []
+    run(of, call, "prefill", row_tile=tile, window=window, look=lambda arena: seen.append(arena.clone()))
+    for arena in seen:
+        _check_listed(Listed.of(arena, call, of.experts, window), call, tile, window, native_moe.table_of(of))
+
+
+def _skewed(rows: int, experts: int, top_k: int) -> torch.Tensor:
+    """Distinct experts a row, as often as one over their rank, which is not their number's order."""
+    generator = torch.Generator().manual_seed(rows)
+    odds = 1 / (1 + torch.randperm(experts, generator=generator))
+    ids = torch.multinomial(odds.expand(rows, -1), top_k, generator=generator).int()
+    ids[::7, 1] = -1
+    return ids
+
+
+def _check_listed(listed: Listed, call: Call, tile: int, window: int, table: torch.Tensor) -> None:
+    ids = call.ids.flatten().tolist()
+    assert sorted(listed.routes) == [[route, expert] for route, expert in enumerate(ids) if expert >= 0]
+    assert torch.equal(listed.weights, table.T[[expert for expert, _, _ in listed.blocks]])
+    several = False
+    for number, (begin, end) in enumerate(itertools.pairwise(listed.first)):
+        blocks = listed.blocks[begin:end]
+        sizes = [-(-count // 32) for _, _, count in blocks]
+        assert sizes == sorted(sizes, reverse=True)
+        several |= len(set(sizes)) > 1
+        place, last = number * window, min((number + 1) * window, len(listed.routes))
+        for expert, start, count in sorted(blocks, key=lambda block: block[1]):
+            assert start == place and 1 <= count <= tile
+            assert {of for _, of in listed.routes[start : start + count]} == {expert}
+            place += count
+        assert place == max(last, number * window)
+    assert several == (tile > 32), "blocks of one size have no order"
+
+
 @pytest.mark.parametrize(
     "activation",
     [
@@ -166,6 +207,10 @@ REFUSALS = [
     ({"sizes": [*GOOD_SIZES[:7], 5, *GOOD_SIZES[8:]]}, "rate 5/2 with codebook 1, want 1 to 8 bits"),
     ({"sizes": [*GOOD_SIZES[:10], 5]}, "activation 5, want 0 to 4"),
     ({"plan": [0, 24, *GOOD_PLAN[2:]]}, "blocks of 24 rows, want 8 to decode, else 16, 32, 64 or 128"),
+    (
+        {"sizes": [*GOOD_SIZES[:5], 65, *GOOD_SIZES[6:]], "plan": [0, 16, 1, 2, 128, 4]},
+        "130 routes in windows of 2, want at most 64 windows",
+    ),
     ({"plan": [1, 8, 1, 1, 128, 4]}, "2 routes, want at most the window of a decode plan, 1"),
     ({"plan": [*GOOD_PLAN[:4], 100, 4]}, "down in passes of 100 columns, want a multiple of 128"),
     ({"weights": torch.zeros(1)}, "weights has 1 elements, want at least 2"),
