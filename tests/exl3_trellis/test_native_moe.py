@@ -39,7 +39,10 @@ def test_refuses_with_a_reason(changes, device, reason):
     assert why.startswith(reason)
 
 
-@pytest.mark.parametrize("routes, tile", [(1, 16), (3072, 16), (3073, 32), (6145, 64), (12289, 128), (1 << 20, 128)])
+EDGES = [(1, 16), (1638, 16), (1639, 32), (3276, 32), (3277, 64), (6553, 64), (6554, 128), (1 << 20, 128)]
+
+
+@pytest.mark.parametrize("routes, tile", EDGES)
 def test_row_tiles_fit_the_average_expert(routes, tile):
     assert native_moe.row_tile(256, routes) == tile
 
