@@ -44,6 +44,18 @@ __device__ __forceinline__ uint4 load_matrices(SharedAddress row) {
   return v;
 }
 
+// The same of matrices stored the other way round, with k down the rows: elements of column l/4, rows 2(l%4)+{0,1}.
+__device__ __forceinline__ uint4 load_matrices_transposed(SharedAddress row) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(row));
+  return v;
+}
+__device__ __forceinline__ void store_shared_64(SharedAddress address, uint2 v) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(v.x), "r"(v.y) : "memory");
+}
+
 // Asynchronous 16-byte copy, global to shared, past L1: weights are read once. Both addresses 16-byte aligned.
 __device__ __forceinline__ void cp_async_16(SharedAddress to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
@@ -145,9 +157,27 @@ __device__ __forceinline__ uint32_t add_halves(uint32_t x) {
   return y;
 }
 
+// Both halves of x times one half of y, the low one or the high one: one instruction with an operand swizzle.
+template <bool kHigh>
+__device__ __forceinline__ uint32_t mul_by_half(uint32_t x, uint32_t y) {
+  uint32_t z;
+  if constexpr (kHigh)
+    asm("{.reg .b16 l, h; .reg .b32 hh; mov.b32 {l, h}, %2; mov.b32 hh, {h, h}; mul.rn.f16x2 %0, %1, hh;}"
+        : "=r"(z)
+        : "r"(x), "r"(y));
+  else
+    asm("{.reg .b16 l, h; .reg .b32 ll; mov.b32 {l, h}, %2; mov.b32 ll, {l, l}; mul.rn.f16x2 %0, %1, ll;}"
+        : "=r"(z)
+        : "r"(x), "r"(y));
+  return z;
+}
+
 __device__ __forceinline__ float shuffle_xor(float x, int lane_mask) {
   return __shfl_xor_sync(0xffffffffu, x, lane_mask);
 }
+
+// What lane `lane` of the warp has.
+__device__ __forceinline__ uint32_t shuffle_from(uint32_t x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 
 // 16 bytes from another block's writes: from L2, never from this SM's L1.
 __device__ __forceinline__ float4 load_from_l2(const float4* p) { return __ldcg(p); }

@@ -27,7 +27,7 @@ cudaError_t run(const Matrix& a) {
   if (status != cudaSuccess) return status;
   const int tiles = blocks * groups, most = original_blocks(kBook, kRate2) * sms, grid = tiles < most ? tiles : most;
   auto kernel = reconstruct_original_kernel<kBook, kRate2, T>;
-  constexpr int kShared = kBlockTiles * kBlockTiles * Rate<kRate2>::kTileBytes;
+  constexpr int kShared = original_shared_bytes(kRate2);
   status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
   if (status != cudaSuccess) return status;
   kernel<<<grid, 32 * kReconstructWarps, kShared, a.stream>>>(

@@ -80,19 +80,19 @@ __global__ void __launch_bounds__(32 * kReconstructWarps) reconstruct_kernel(con
                                 rows, kBlockColumns);
 }
 
+// The four transforms of a matrix divide by 128 together, all in the second: 128 x 128 weights of up to 4 are as much
+// as fp16 holds. It costs no bit of what is not far below the rounding of the rest.
+constexpr int kOriginalDivide = kHadamard;
+
 // A fragment's pair of entries (i, j), (i, j + 1) of the 16-point Hadamard matrix times 1 / kDivide, exact in fp16: the
 // sign of an entry is -1 to the popcount of i & j.
 template <int kDivide = 1>
 __device__ __forceinline__ uint32_t hadamard_pair(int i, int j) {
-  static_assert(kDivide == 1 || kDivide == 16, "powers of two whose fp16 is known here");
-  constexpr uint32_t kEntry = kDivide == 1 ? 0x3c00u : 0x2c00u;
+  static_assert(kDivide == 1 || kDivide == 128, "powers of two whose fp16 is known here");
+  constexpr uint32_t kEntry = kDivide == 1 ? 0x3c00u : 0x2000u;
   const uint32_t low = kEntry | (__popc(i & j) & 1) << 15, high = kEntry | (__popc(i & (j + 1)) & 1) << 15;
   return low | high << 16;
 }
-// The four transforms of a matrix add 128 x 128 weights of up to 4, which is as much as fp16 holds. Dividing by 16 at first
-// leaves room, and costs no bit of what is not far below the rounding of the rest.
-constexpr int kOriginalDivide = 16;
-constexpr float kRowScale = static_cast<float>(kOriginalDivide) / kHadamard;
 
 // v <- H8 v over eight registers of fp16 pairs, for each of kCount sets.
 template <int kCount>
@@ -110,91 +110,120 @@ __device__ __forceinline__ void hadamard_8(uint32_t (&v)[8][kCount]) {
         }
 }
 
-// A pair of fp16 times a scale, as T.
+// a * (b0, b1) of tensor cores, columns 2c, 2c+1 of two rows, times scales, as T: rounded once where T is bfloat16.
 template <class T>
-__device__ __forceinline__ uint32_t scale_pair(uint32_t pair, float scale) {
-  if constexpr (std::is_same_v<T, __half>) return mul_half2(pair, pack_half2(scale, scale));
-  const float2 v = to_float2(pair);
-  return pack_pair<T>(v.x * scale, v.y * scale);
-}
-
-// Blocks an SM that the compiler leaves registers for: 7 and 8 bits have the most places to hold; with three blocks SM80
-// would spill at 5 bits of mul1 and SM100 at 1.5.
-__host__ __device__ constexpr int original_blocks(Codebook book, int rate2) {
-  return rate2 >= 14 || (book == Codebook::kMul1 && (rate2 == 3 || rate2 == 10)) ? 2 : 3;
-}
-
-// Four neighbouring columns of each of a row's eight tiles, times their scales; left: columns from the first to the end.
-template <class T>
-__device__ __forceinline__ void store_original(T* w, const uint32_t (&u)[8][2], const uint2 (&scales)[8], float row_scale,
-                                               bool wide, int64_t left) {
-  uint16_t* to = reinterpret_cast<uint16_t*>(w);
-#pragma unroll
-  for (int i = 0; i < 8; ++i, left -= kTile) {
-    const uint2 four = make_uint2(scale_pair<T>(mul_half2(u[i][0], scales[i].x), row_scale),
-                                  scale_pair<T>(mul_half2(u[i][1], scales[i].y), row_scale));
-    if (wide) {
-      *reinterpret_cast<uint2*>(to + i * kTile) = four;
-    } else {
-      if (left > 0) to[i * kTile] = static_cast<uint16_t>(four.x);
-      if (left > 1) to[i * kTile + 1] = static_cast<uint16_t>(four.x >> 16);
-      if (left > 2) to[i * kTile + 2] = static_cast<uint16_t>(four.y);
-      if (left > 3) to[i * kTile + 3] = static_cast<uint16_t>(four.y >> 16);
-    }
+struct ScaledProduct {
+  float scale[2];
+  __device__ __forceinline__ explicit ScaledProduct(uint32_t pair) {
+    const float2 v = to_float2(pair);
+    scale[0] = v.x, scale[1] = v.y;
   }
+  __device__ __forceinline__ void operator()(uint32_t (&out)[2], const uint32_t (&a)[4], uint32_t b0,
+                                             uint32_t b1) const {
+    float sum[4] = {};
+    mma_m16n8k16(sum, a, b0, b1);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) out[r] = pack_pair<T>(sum[2 * r] * scale[0], sum[2 * r + 1] * scale[1]);
+  }
+};
+template <>
+struct ScaledProduct<__half> {
+  uint32_t scale;
+  __device__ __forceinline__ explicit ScaledProduct(uint32_t pair) : scale(pair) {}
+  __device__ __forceinline__ void operator()(uint32_t (&out)[2], const uint32_t (&a)[4], uint32_t b0,
+                                             uint32_t b1) const {
+    mma_m16n8k16_half(out, a, b0, b1);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) out[r] = mul_half2(out[r], scale);
+  }
+};
+
+constexpr int kOriginalPitch = kBlockColumns * 2 + 32;  // bytes: rows 8 banks apart, 8-byte writes free of conflicts
+constexpr int kOriginalRows = kHadamard / kReconstructWarps;  // that a warp stores of a block
+
+// Dynamic shared memory: the block that warps exchange, then the packed tiles.
+__host__ __device__ constexpr int original_shared_bytes(int rate2) {
+  return kHadamard * kOriginalPitch + kBlockTiles * kBlockTiles * 16 * rate2;
+}
+// Blocks an SM that the compiler leaves registers for: 7 and 8 bits have the most places to hold; with three blocks
+// SM86 would spill at 3.5 and 6 bits of mul1, SM80 at 5.
+__host__ __device__ constexpr int original_blocks(Codebook book, int rate2) {
+  return rate2 >= 14 || (book == Codebook::kMul1 && (rate2 == 7 || rate2 == 10 || rate2 == 12)) ? 2 : 3;
 }
 
-constexpr int kOriginalPitch = kBlockColumns / 2 + 8;  // words: rows 8 banks apart, 8-byte accesses free of conflicts
+// Pairs of rows of which a warp's last products may be under way at once: fp32 sums take twice the registers, and up to
+// 2 bits SM100 and SM120 have none to spare.
+template <int kRate2, class T>
+constexpr int kPairsAtOnce = std::is_same_v<T, __half> && kRate2 > 4 ? kOriginalRows / 2 : kOriginalRows / 4;
 
-// w [k_true, columns] = diag(suh) H W H diag(svh), columns from 128 * first_block, 128 x 128 at a time. Grid: as many blocks
-// as run at once. groups: k_true / 128, rounded up. Dynamic shared memory: kBlockTiles^2 packed tiles.
+// Four neighbouring columns of a row, of which `left` are there.
+__device__ __forceinline__ void store_some(uint16_t* to, uint32_t first, uint32_t second, int left) {
+  if (left > 0) to[0] = static_cast<uint16_t>(first);
+  if (left > 1) to[1] = static_cast<uint16_t>(first >> 16);
+  if (left > 2) to[2] = static_cast<uint16_t>(second);
+  if (left > 3) to[3] = static_cast<uint16_t>(second >> 16);
+}
+
+// w [k_true, columns] = diag(suh) H W H diag(svh), columns from 128 * first_block, 128 x 128 at a time. Grid: as many
+// blocks as run at once. groups: k_true / 128, rounded up. Dynamic shared memory: original_shared_bytes.
 //
 // H128 = H8 (x) H16. The tile is the B operand of H16 W, whose accumulators, rounded to fp16, are the A operand of
-// (H16 W) H16: the tensor cores do both sides of the inner transform without a shuffle. The columns of the second H16
-// are ordered so that a lane ends up with four neighbours. The outer H8 over tiles is adds of fp16 pairs: along k
-// within a warp, along n after one exchange through shared memory. Eight roundings to fp16 cost about 6e-4 of error.
+// (H16 W) H16: the tensor cores do both sides of the inner transform without a shuffle. The outer H8 along k is adds of
+// fp16 pairs over a warp's tiles. Along n, after an exchange through shared memory, the eight tiles of two rows are the
+// B operand (k: tiles of the first row, then of the second) and H8 twice, times suh of either row, the A operand: a
+// lane ends up with two columns of tile g of both rows. The exchange keeps a tile's columns 0, 1, 4, 5, 8, 9, 12, 13
+// before the others, so that two products give a lane four neighbours, and a warp a row of 256 bytes. Five roundings to
+// fp16, and two more where T is fp16, cost about 6e-4 of error.
 template <Codebook kBook, int kRate2, class T>
 __global__ void __launch_bounds__(32 * kReconstructWarps, original_blocks(kBook, kRate2))
     reconstruct_original_kernel(const unsigned char* trellis, const __half* suh, const __half* svh, int n, int k_true,
                                 int first_block, int columns, T* w, int64_t stride, int groups) {
-  __shared__ __align__(16) uint32_t block[kHadamard * kOriginalPitch];
   constexpr int kBytes = Rate<kRate2>::kTileBytes, kPieces = kBytes / 16;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
   const int blocks = (columns + kBlockColumns - 1) / kBlockColumns;
   const uint32_t pitch = n / kTile * kBytes;  // from a row of tiles to the next
-  const SharedAddress packed = dynamic_shared() + warp * kBlockTiles * kBytes;
-  // A warp's eight tiles, one below the other.
+  const SharedAddress block = dynamic_shared();
+  const SharedAddress packed = block + kHadamard * kOriginalPitch + warp * kBlockTiles * kBytes;
+  // A warp's eight tiles, one below the other, four lanes to each.
   const auto fetch = [&](int group, int at) {
-    const unsigned char* from = trellis + static_cast<uint64_t>(kBlockTiles * pitch) * group +
-                                ((first_block + at) * kBlockTiles + warp) * kBytes;
+    const unsigned char* from = trellis + static_cast<uint64_t>(group * kBlockTiles + g) * pitch +
+                                (((first_block + at) * kBlockTiles + warp) * kBytes + c * 16);
+    if (group < groups)
 #pragma unroll
-    for (int i = 0; i < kBlockTiles * kPieces; i += 32)
-      if (group < groups && (i + 32 <= kBlockTiles * kPieces || i + lane < kBlockTiles * kPieces))
-        cp_async_16(packed + (i + lane) * 16, from + (i + lane) / kPieces * pitch + (i + lane) % kPieces * 16);
+      for (int i = 0; i < kPieces; i += 4)
+        if (i + 4 <= kPieces || i + c < kPieces) cp_async_16(packed + g * kBytes + (i + c) * 16, from + i * 16);
     cp_async_commit();
   };
-  const uint32_t h[4] = {hadamard_pair<kOriginalDivide>(g, 2 * c), hadamard_pair<kOriginalDivide>(g + 8, 2 * c),
-                         hadamard_pair<kOriginalDivide>(g, 2 * c + 8), hadamard_pair<kOriginalDivide>(g + 8, 2 * c + 8)};
-  const int column = g / 2 * 4 + g % 2;  // of accumulator column g in the first product; two more in the second
-  const uint32_t right[2][2] = {{hadamard_pair(column, 2 * c), hadamard_pair(column, 2 * c + 8)},
-                                {hadamard_pair(column + 2, 2 * c), hadamard_pair(column + 2, 2 * c + 8)}};
+  const uint32_t h[4] = {hadamard_pair(g, 2 * c), hadamard_pair(g + 8, 2 * c), hadamard_pair(g, 2 * c + 8),
+                         hadamard_pair(g + 8, 2 * c + 8)};  // h[0] is H8 as well
+  // Of the tile, column g of the second product's first half; its other half has the columns four further on.
+  const int column = g / 2 % 2 * 8 + g / 4 * 2 + g % 2;
+  const uint32_t right[2][2] = {
+      {hadamard_pair<kOriginalDivide>(column, 2 * c), hadamard_pair<kOriginalDivide>(column, 2 * c + 8)},
+      {hadamard_pair<kOriginalDivide>(column + 4, 2 * c), hadamard_pair<kOriginalDivide>(column + 4, 2 * c + 8)}};
+  // The two halves of a tile change places from tile 4 on, so that no two tiles of a row lie in the same banks.
+  const SharedAddress put = block + g * kOriginalPitch + ((warp * 32 + 8 * c) ^ (warp & 4) * 4);
+  const SharedAddress get = block + (warp * kOriginalRows + lane / 8 % 2) * kOriginalPitch +
+                            ((lane % 8 * 32 + lane / 16 * 16) ^ (lane & 4) * 4);
+  const bool aligned = stride % 4 == 0 && reinterpret_cast<uintptr_t>(w) % 8 == 0;
   const LanePlace<kRate2> place(lane);
   int group = blockIdx.x / blocks, at = blockIdx.x % blocks;  // 128 rows, 128 columns
   const int groups_on = gridDim.x / blocks, on = gridDim.x % blocks;
   fetch(group, at);
 #pragma unroll 1
   while (group < groups) {
-    const int64_t k0 = static_cast<int64_t>(group) * kHadamard, n0 = static_cast<int64_t>(at) * kBlockColumns;
-    uint32_t v[8][4];  // rows g, g + 8 of tile i; columns 4c, 4c+1, then 4c+2, 4c+3
+    const int n0 = at * kBlockColumns;
+    const int64_t k0 = static_cast<int64_t>(group) * kHadamard + warp * kOriginalRows;  // what this warp stores
+    uint32_t v[8][4];  // rows g, g + 8 of tile i; accumulator columns 2c, 2c+1 of the two products
     cp_async_wait<0>();
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      uint32_t b[4];  // b[0], b[2]: columns 0-7; b[1], b[3]: columns 8-15
-      decode_tile_by_tensor_cores<kBook, kRate2>(SharedTile{packed + i * kBytes}, place, b);
+      uint32_t b[2][2];  // columns 0-7, columns 8-15
+      decode_tile_for_columns<kBook, kRate2>(SharedTile{packed + i * kBytes}, place, b);
       uint32_t left[2], middle[2];
-      mma_m16n8k16_half(left, h, b[0], b[2]);
-      mma_m16n8k16_half(middle, h, b[1], b[3]);
+      mma_m16n8k16_half(left, h, b[0][0], b[0][1]);
+      mma_m16n8k16_half(middle, h, b[1][0], b[1][1]);
       const uint32_t a[4] = {left[0], left[1], middle[0], middle[1]};
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -213,29 +242,36 @@ __global__ void __launch_bounds__(32 * kReconstructWarps, original_blocks(kBook,
     for (int i = 0; i < 8; ++i)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        *reinterpret_cast<uint2*>(block + (i * kTile + g + 8 * half) * kOriginalPitch + warp * 8 + 2 * c) =
-            make_uint2(v[i][2 * half], v[i][2 * half + 1]);
-    // A lane now takes four neighbouring columns of all eight tiles of a row.
-    const bool wide = stride % 4 == 0 && reinterpret_cast<uintptr_t>(w) % 8 == 0 && n0 + kBlockColumns <= columns;
-    uint2 scales[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-      scales[i] = *reinterpret_cast<const uint2*>(svh + first_block * kBlockColumns + n0 + i * kTile + 4 * c);
-    const __half row_scales[2] = {suh[k0 + warp * 8 + g], suh[k0 + warp * 8 + g + 64]};
+        store_shared_64(put + (i * kTile + 8 * half) * kOriginalPitch, make_uint2(v[i][2 * half], v[i][2 * half + 1]));
+    const uint2 column_scales = *reinterpret_cast<const uint2*>(svh + first_block * kBlockColumns + n0 + 4 * lane);
+    const ScaledProduct<T> low(column_scales.x), high(column_scales.y);
+    const uint32_t row_scales = reinterpret_cast<const uint32_t*>(suh + k0)[lane % (kOriginalRows / 2)];
+    const auto two_rows = [&](int pair, uint32_t (&first)[2], uint32_t (&second)[2]) {
+      const uint32_t scales = shuffle_from(row_scales, pair);
+      const uint32_t a[4] = {mul_by_half<false>(h[0], scales), 0, 0, mul_by_half<true>(h[0], scales)};
+      const uint4 tiles = load_matrices_transposed(get + 2 * pair * kOriginalPitch);
+      low(first, a, tiles.x, tiles.y);  // columns 4 * lane and the next, then two further on
+      high(second, a, tiles.z, tiles.w);
+    };
+    uint16_t* to = reinterpret_cast<uint16_t*>(w) + k0 * stride + n0 + 4 * lane;
     __syncthreads();
+    if (aligned && k0 + kOriginalRows <= k_true && n0 + kBlockColumns <= columns) {
+#pragma unroll (kPairsAtOnce<kRate2, T>)
+      for (int pair = 0; pair < kOriginalRows / 2; ++pair) {
+        uint32_t first[2], second[2];
+        two_rows(pair, first, second);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = warp * 8 + g + 64 * half;
-      uint32_t u[8][2];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const uint2 read = *reinterpret_cast<const uint2*>(block + row * kOriginalPitch + i * 8 + 2 * c);
-        u[i][0] = read.x, u[i][1] = read.y;
+        for (int r = 0; r < 2; ++r, to += stride) *reinterpret_cast<uint2*>(to) = make_uint2(first[r], second[r]);
       }
-      hadamard_8(u);
-      const float row_scale = __half2float(row_scales[half]) * kRowScale;
-      if (k0 + row < k_true)
-        store_original(w + (k0 + row) * stride + n0 + 4 * c, u, scales, row_scale, wide, columns - (n0 + 4 * c));
+    } else {
+#pragma unroll 1
+      for (int pair = 0; pair < kOriginalRows / 2; ++pair) {
+        uint32_t first[2], second[2];
+        two_rows(pair, first, second);
+#pragma unroll
+        for (int r = 0; r < 2; ++r, to += stride)
+          if (k0 + 2 * pair + r < k_true) store_some(to, first[r], second[r], columns - (n0 + 4 * lane));
+      }
     }
   }
 }

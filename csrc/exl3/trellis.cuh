@@ -224,6 +224,21 @@ __device__ __forceinline__ void decode_tile_by_tensor_cores(const Load& load, co
   add_up<kBook>(right, place.ones, a[2], a[3]);
 }
 
+// The same as two B fragments of mma_m16n8k16 (k down the tile's rows), of columns 0-7 and 8-15: what one product of
+// words gives lies as one of them does.
+template <Codebook kBook, int kRate2, class Load>
+__device__ __forceinline__ void decode_tile_for_columns(const Load& load, const LanePlace<kRate2>& place,
+                                                        uint32_t (&b)[2][2]) {
+  uint32_t s[8];
+  load_states<kRate2>(load, place, s);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t word[4] = {expand<kBook>(s[4 * i]), expand<kBook>(s[4 * i + 2]), expand<kBook>(s[4 * i + 1]),
+                              expand<kBook>(s[4 * i + 3])};
+    add_up<kBook>(word, place.ones, b[i][0], b[i][1]);
+  }
+}
+
 // Where a tile's words are read from.
 struct SharedTile {
   SharedAddress tile;

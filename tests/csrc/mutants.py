@@ -53,10 +53,7 @@ MUTANTS: dict[str, Mutant] = {
         file="reconstruct.cuh", old="  __syncthreads();\n  store_rows", new="  store_rows", test=ROTATED
     ),
     "block-read-before-transformed": Mutant(
-        file="reconstruct.cuh",
-        old="    __syncthreads();\n#pragma unroll\n    for (int half",
-        new="#pragma unroll\n    for (int half",
-        test=ORIGINAL,
+        file="reconstruct.cuh", old="    __syncthreads();\n    if (aligned", new="    if (aligned", test=ORIGINAL
     ),
     "warpgroup-reads-unpublished-copies": Mutant(
         file="linear.cuh", old="    if constexpr (kWarpgroup<S>) publish_shared();\n", new="", test=WARPGROUPS
@@ -202,12 +199,27 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "original-fragment-swapped": Mutant(
         file="reconstruct.cuh",
-        old="right[2][2] = {{hadamard_pair(column, 2 * c)",
-        new="right[2][2] = {{hadamard_pair(column + 1, 2 * c)",
+        old="{hadamard_pair<kOriginalDivide>(column, 2 * c)",
+        new="{hadamard_pair<kOriginalDivide>(column + 1, 2 * c)",
         test=ORIGINAL,
     ),
     "original-one-row-too-many": Mutant(
-        file="reconstruct.cuh", old="k0 + row < k_true", new="k0 + row <= k_true", test=ORIGINAL
+        file="reconstruct.cuh", old="k0 + 2 * pair + r < k_true", new="k0 + 2 * pair + r <= k_true", test=ORIGINAL
+    ),
+    "original-rows-not-cut": Mutant(
+        file="reconstruct.cuh", old="k0 + kOriginalRows <= k_true && ", new="", test=ORIGINAL
+    ),
+    "original-halves-change-places-late": Mutant(
+        file="reconstruct.cuh", old="^ (warp & 4) * 4", new="^ (warp & 2) * 8", test=ORIGINAL
+    ),
+    "original-scales-of-the-other-row": Mutant(
+        file="reconstruct.cuh", old="0, 0, mul_by_half<true>", new="0, 0, mul_by_half<false>", test=ORIGINAL
+    ),
+    "original-words-swapped-before-they-are-added": Mutant(
+        file="trellis.cuh",
+        old="{expand<kBook>(s[4 * i]), expand<kBook>(s[4 * i + 2])",
+        new="{expand<kBook>(s[4 * i + 2]), expand<kBook>(s[4 * i])",
+        test=ORIGINAL,
     ),
     "original-block-overwritten-too-early": Mutant(
         file="reconstruct.cuh", old="    __syncthreads();  // all have read", new="    // all have read", test=ORIGINAL

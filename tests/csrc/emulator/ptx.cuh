@@ -47,6 +47,26 @@ inline uint4 load_matrices(SharedAddress row) {
   return mine.elements;
 }
 
+// The same transposed: lane l gets of each matrix the elements l/4 of rows 2(l%4) and the next.
+inline void read_transposed(void* const (&requests)[emulate::kLanes]) {
+  for (int lane = 0; lane < emulate::kLanes; ++lane) {
+    uint16_t halves[8];
+    for (int i = 0; i < 8; ++i) {
+      const auto& owner = *static_cast<const MatrixRows*>(requests[i / 2 * 8 + lane % 4 * 2 + i % 2]);
+      std::memcpy(&halves[i], emulate::shared_pointer(owner.row, 16, "ldmatrix") + lane / 4 * 2, 2);
+    }
+    std::memcpy(&static_cast<MatrixRows*>(requests[lane])->elements, halves, sizeof(halves));
+  }
+}
+inline uint4 load_matrices_transposed(SharedAddress row) {
+  MatrixRows mine{row, {}};
+  emulate::wait_for_warp(read_transposed, &mine);
+  return mine.elements;
+}
+inline void store_shared_64(SharedAddress address, uint2 v) {
+  std::memcpy(emulate::shared_pointer(address, sizeof(v), "st.shared.v2.b32"), &v, sizeof(v));
+}
+
 inline void cp_async_16(SharedAddress to, const void* from) { emulate::copy_later(to, from); }
 inline void cp_async_16_if(bool wanted, SharedAddress to, const void* from) {
   if (wanted) cp_async_16(to, from);
@@ -166,6 +186,9 @@ inline uint32_t add_half2(uint32_t a, uint32_t b) { return fma_half2(a, 0x3c003c
 inline uint32_t sub_half2(uint32_t a, uint32_t b) { return add_half2(a, b ^ 0x80008000u); }
 inline uint32_t add_halves(uint32_t x) { return add_half2((x & 0xffff) * 0x10001u, (x >> 16) * 0x10001u); }
 
+template <bool kHigh>
+uint32_t mul_by_half(uint32_t x, uint32_t y) { return mul_half2(x, (kHigh ? y >> 16 : y & 0xffff) * 0x10001u); }
+
 struct Shuffle {
   float value;
   int mask;
@@ -178,6 +201,24 @@ inline float shuffle_xor(float x, int lane_mask) {
         for (int lane = 0; lane < emulate::kLanes; ++lane) {
           auto& shuffle = *static_cast<Shuffle*>(requests[lane]);
           shuffle.result = static_cast<const Shuffle*>(requests[(lane ^ shuffle.mask) % emulate::kLanes])->value;
+        }
+      },
+      &mine);
+  return mine.result;
+}
+
+struct ShuffleFrom {
+  uint32_t value;
+  int lane;
+  uint32_t result;
+};
+inline uint32_t shuffle_from(uint32_t x, int lane) {
+  ShuffleFrom mine{x, lane, 0};
+  emulate::wait_for_warp(
+      [](void* const (&requests)[emulate::kLanes]) {
+        for (int lane = 0; lane < emulate::kLanes; ++lane) {
+          auto& shuffle = *static_cast<ShuffleFrom*>(requests[lane]);
+          shuffle.result = static_cast<const ShuffleFrom*>(requests[shuffle.lane % emulate::kLanes])->value;
         }
       },
       &mine);
