@@ -1,9 +1,10 @@
-"""The reference's tables stay when the memory pool is emptied inside which they were first asked for."""
+"""What stays when the memory pool is emptied inside which weights are loaded: tables, what libraries keep."""
 
 from __future__ import annotations
 
 import torch
 
+from vllm.model_executor.layers.quantization.exl3_trellis.backends import native
 from vllm.model_executor.layers.quantization.exl3_trellis.reference import hadamard_matrix, value_table
 
 DEVICE = torch.device("cuda", 0)
@@ -24,3 +25,17 @@ def test_tables_lie_outside_the_memory_pool_of_whoever_asks_first():
     assert held(inside)
     assert not any(map(held, outside))
     assert outside[0].equal(value_table("mcg").to(DEVICE))
+
+
+def test_the_check_of_a_kernel_takes_nothing_from_the_pool_of_weights():
+    """Nor does cuBLAS, which the check calls: its workspace would stay there, and be unmapped by sleeping."""
+    torch._C._cuda_clearCublasWorkspaces()
+    native.check_kernels.cache_clear()
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        inside = torch.empty(1 << 20, device=DEVICE)
+        native.check_kernels(DEVICE, "mcg", 3.0, "bfloat16")
+    blocks = [block for segment in pool.snapshot() for block in segment["blocks"]]
+    sizes = [block["size"] for block in blocks if block["state"] == "active_allocated"]
+    print(f"live in the pool: {sizes}")
+    assert sizes == [inside.nbytes]

@@ -18,6 +18,7 @@ import torch
 from .. import ops
 from ..layout import trellis_shape
 from ..plan import Device, LinearQuery, self_check
+from ..pools import outside_pools
 from ..reference import forward
 from . import LinearWeights
 
@@ -151,8 +152,13 @@ def run(plan: NativePlan, prepared: Mapping[str, torch.Tensor], x: torch.Tensor)
 def check_kernels(device: torch.device, codebook: str, rate: float, io_dtype: str) -> None:
     """Compare every kernel a layer of this codebook and rate may reach with the reference, on this very card.
 
-    Raises NoBackendError if one disagrees: a card nobody has tested fails loudly.
+    Raises NoBackendError if one disagrees: a card nobody has tested fails loudly.  Weights are being loaded, so what
+    the check works in, and what libraries keep of it, must not lie in their pool.
     """
+    outside_pools(device, lambda: _compare(device, codebook, rate, io_dtype))
+
+
+def _compare(device: torch.device, codebook: str, rate: float, io_dtype: str) -> None:
     k, n, width = 384, 256, 380
     seed = torch.Generator().manual_seed(7)
     trellis = torch.randint(-(1 << 15), 1 << 15, trellis_shape(k, n, rate), generator=seed).to(torch.int16).to(device)
