@@ -18,6 +18,7 @@ from ..plan import Device, LinearQuery
 from . import LinearWeights
 
 name = "exllamav3"
+for_graphs = False  # and none can
 MIN_SM = 80
 
 
@@ -29,6 +30,11 @@ class ParityPlan:
     shards: tuple[int, ...]  # n, first, width and 2 * rate of each
     codebook: int
     workspace_bytes: int = 0
+
+
+def installed() -> bool:
+    """Whether the extension would be found."""
+    return importlib.util.find_spec("exllamav3_ext") is not None
 
 
 def can_run(query: LinearQuery, device: Device) -> tuple[bool, str]:

@@ -23,6 +23,7 @@ from ..reference import forward
 from . import LinearWeights
 
 name = "native"
+for_graphs = True
 
 # Four stages of 32 rows at 8 bits: the most shared memory any fused kernel asks for.
 SHARED_BYTES = 98_304
@@ -55,6 +56,11 @@ class NativePlan:
     sm: int
     sms: int
     workspace_bytes: int  # at most, of one call; taken for its time
+
+
+def installed() -> bool:
+    """Whether the extension is there."""
+    return ops.EXTENSION.is_file()
 
 
 def can_run(query: LinearQuery, device: Device) -> tuple[bool, str]:

@@ -22,6 +22,9 @@ from ..reference import decode_dense
 from . import LinearWeights
 
 name = "torch"
+# They can, once its tables are there.  But decoding is a dozen launches for each million weights: dozens of graphs
+# would hold millions of them, in gigabytes, to save what is little beside the decoding itself.
+for_graphs = False
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -34,6 +37,11 @@ class TorchPlan:
     shards: tuple[int, ...]  # n, first, width and 2 * rate of each
     codebooks: tuple[int, ...]  # of each
     workspace_bytes: int = 0
+
+
+def installed() -> bool:
+    """It needs nothing."""
+    return True
 
 
 def can_run(query: LinearQuery, device: Device) -> tuple[bool, str]:
