@@ -208,4 +208,4 @@ def self_check(error: float, limit: float, what: str) -> None:
         raise NoBackendError(f"{what} disagrees with the reference: {found}")
 
 
-Plan = Any  # a provider's own frozen plan, hashable; `workspace_bytes` is the one attribute all have
+Plan = Any  # a provider's own frozen plan, hashable; those of routed experts have `workspace_bytes`

@@ -2,9 +2,9 @@
 """Kernel providers: one module each.  Those of linear layers have four verbs.
 
     can_run(query, device) -> (ok, reason)      from numbers alone; nothing is compiled, at most the library is imported
-    plan(query, device) -> plan                 frozen; `plan.workspace_bytes` is all it will ever need
+    plan(query, device) -> plan                 frozen
     prepare(plan, weights) -> {name: tensor}    once, after loading; views what it can, copies only what it must reorder
-    run(plan, prepared, x) -> y                 allocates nothing but y
+    run(plan, prepared, x) -> y                 allocates y, and scratch for the time of the call
 
 Providers of routed experts have more, for they serve a layer through several plans: see `MoeBackend`.
 

@@ -29,7 +29,6 @@ class ParityPlan:
     query: LinearQuery
     shards: tuple[int, ...]  # n, first, width and 2 * rate of each
     codebook: int
-    workspace_bytes: int = 0
 
 
 def installed() -> bool:

@@ -55,7 +55,6 @@ class NativePlan:
     chunk_columns: int
     sm: int
     sms: int
-    workspace_bytes: int  # at most, of one call; taken for its time
 
 
 def installed() -> bool:
@@ -76,7 +75,7 @@ def can_run(query: LinearQuery, device: Device) -> tuple[bool, str]:
 
 
 def plan(query: LinearQuery, device: Device) -> NativePlan:
-    """Cut the product for this card and size its scratch."""
+    """Cut the product for this card."""
     shards: list[int] = []
     for shard in query.shards:
         shards += (shard.n, shard.first, shard.width, round(2 * shard.rate))
@@ -86,27 +85,16 @@ def plan(query: LinearQuery, device: Device) -> NativePlan:
         rows, many = 0, 0
     if query.io_dtype == "float32" and many < query.max_rows:  # the library multiplies 16-bit types here
         rows, many = query.max_rows, 0
-    fused_rows, many_rows = min(rows, query.max_rows), min(many, query.max_rows)
-    chunk = chunk_columns(query)
-    columns = sum(shard.n for shard in query.shards)
-    # More rows may need a smaller tile and less scratch in all, so every count is asked.
-    counts = {min(tile, fused_rows) for tile in (*ops.ROW_TILES, fused_rows)} if fused_rows else set()
-    sizes = [ops.fused_scratch_bytes(m, query.k, columns, len(query.shards), splits) for m in counts]
-    if many_rows > fused_rows:
-        sizes.append(ops.many_scratch_bytes(many_rows, query.k, len(query.shards), device.sms))
-    if query.max_rows > max(fused_rows, many_rows):
-        sizes.append(ops.dense_scratch_bytes(query.width, shards, chunk))
     return NativePlan(
         query=query,
         shards=tuple(shards),
         codebook=ops.CODEBOOK_CODES[query.shards[0].codebook],
         splits=splits,
-        fused_rows=fused_rows,
-        many_rows=many_rows,
-        chunk_columns=chunk,
+        fused_rows=min(rows, query.max_rows),
+        many_rows=min(many, query.max_rows),
+        chunk_columns=chunk_columns(query),
         sm=device.sm,
         sms=device.sms,
-        workspace_bytes=max(sizes),
     )
 
 

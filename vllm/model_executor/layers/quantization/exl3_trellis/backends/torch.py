@@ -36,7 +36,6 @@ class TorchPlan:
     decode_once: bool
     shards: tuple[int, ...]  # n, first, width and 2 * rate of each
     codebooks: tuple[int, ...]  # of each
-    workspace_bytes: int = 0
 
 
 def installed() -> bool:
