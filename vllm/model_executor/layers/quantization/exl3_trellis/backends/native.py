@@ -16,10 +16,9 @@ from dataclasses import dataclass
 import torch
 
 from .. import ops
-from ..layout import trellis_shape
+from ..linear_check import sample
 from ..plan import Device, LinearQuery, self_check
 from ..pools import outside_pools
-from ..reference import forward
 from . import LinearWeights
 
 name = "native"
@@ -153,26 +152,16 @@ def check_kernels(device: torch.device, codebook: str, rate: float, io_dtype: st
 
 
 def _compare(device: torch.device, codebook: str, rate: float, io_dtype: str) -> None:
-    k, n, width = 384, 256, 380
-    seed = torch.Generator().manual_seed(7)
-    trellis = torch.randint(-(1 << 15), 1 << 15, trellis_shape(k, n, rate), generator=seed).to(torch.int16).to(device)
-    suh = (0.5 + torch.rand(k, generator=seed)).half().to(device)
-    svh = (0.5 + torch.rand(n, generator=seed)).half().to(device)
-    dtype = getattr(torch, io_dtype)
-    rows = torch.randn(max(CHECK_ROWS), width, generator=seed).to(dtype).to(device)
-    want = forward(rows.float(), trellis, suh, svh, codebook)
-    code = ops.CODEBOOK_CODES[codebook]
-    shard = [n, 0, n, round(2 * rate)]
-    where = Device.of(device)
+    one, where = sample(device, codebook, rate, io_dtype, max(CHECK_ROWS)), Device.of(device)
     ways = [(m, m, 0) for m in CHECK_ROWS]
     _, many = crossover(where)
     if many:
         ways.append((max(CHECK_ROWS), 0, EVERY_ROW))
     if io_dtype != "float32":
         ways += [(m, 0, 0) for m in (min(CHECK_ROWS), max(CHECK_ROWS))]
+    weights = (one.trellis.view(-1), one.suh, one.svh, one.suh.shape[0], one.shard, ops.CODEBOOK_CODES[codebook])
     for m, fused_rows, many_rows in ways:
-        numbers = (5, fused_rows, many_rows, 128, where.sm, where.sms)
-        y = ops.linear(rows[:m], trellis.view(-1), suh, svh, k, shard, code, *numbers).float()
-        error = ((y - want[:m]).norm() / want[:m].norm()).item()
+        y = ops.linear(one.x[:m], *weights, 5, fused_rows, many_rows, 128, where.sm, where.sms)
         how = "fused" if fused_rows else "many rows" if many_rows else "reconstructed"
-        self_check(error, ERROR_LIMITS[io_dtype], f"native: {codebook}, {rate:g} bit, {io_dtype}, {m} rows, {how},")
+        what = f"native: {codebook}, {rate:g} bit, {io_dtype}, {m} rows, {how},"
+        self_check(one.error(y), ERROR_LIMITS[io_dtype], what)
