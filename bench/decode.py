@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode speed of a whole engine on one GPU: EXL3 by our kernels, by exllamav3's, and the same model in bf16.
 
-Each variant runs in a process of its own with graphs on (exllamav3's kernels cannot be captured, so theirs is eager).
+Each variant runs in a process of its own with vLLM's defaults: graphs on, but none of exllamav3's kernels.
 They start together, for starting is the processor's work, and are measured one after the other once all are ready.
 The bf16 peer has the model's shapes and made-up weights: speed does not depend on their values.
 Prints tokens a second and the ratios; writes results/decode-<card>-<model>.json beside this file.
@@ -150,7 +150,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         kv_cache_memory_bytes=KV_BYTES,
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
-        enforce_eager=options.variant == "exllamav3",
         load_format="dummy" if options.variant == "bf16" else "auto",
     )
     start_seconds = time.perf_counter() - began

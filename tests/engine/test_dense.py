@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -134,14 +135,38 @@ def test_hub_id_in_the_local_cache_is_served_like_a_folder(engine, make, tmp_pat
     assert greedy(llm, IDS, 4) == Oracle(folder).greedy(IDS, 4)
 
 
-def test_chosen_provider_is_named_with_the_reasons_against_others(engine, make, caplog_vllm):
-    from vllm.model_executor.layers.quantization.exl3_trellis import plan
-
-    plan._say.cache_clear()
-    engine(make(""))
+def test_every_engine_names_the_chosen_provider_with_the_reasons_against_others(engine, make, caplog_vllm):
+    folder = make("")
+    for _ in range(2):
+        engine(folder)
     said = [record.getMessage() for record in caplog_vllm.records if "EXL3: provider" in record.getMessage()]
     why = "runs on CUDA, not on cpu"
-    assert said == [f"EXL3: provider torch for linear layers; not native: {why}; not exllamav3: {why}"]
+    assert said == [f"EXL3: provider torch for linear layers; not native: {why}; not exllamav3: {why}"] * 2
+
+
+def test_layers_that_nobody_can_run_are_refused_before_weights_are_read(engine, make, read, monkeypatch):
+    folder = make("")
+    monkeypatch.setenv("VLLM_EXL3_BACKEND", "native")
+    with pytest.raises(Exception, match="no EXL3 kernel for linear .* on .*: native: runs on CUDA, not on cpu"):
+        engine(folder)
+    assert read == {}
+
+
+def test_where_vllm_moves_weights_the_choice_waits_for_them(engine, make, monkeypatch):
+    """As with a load device of its own: what runs where they are read to need not run where they will be."""
+    from vllm.model_executor.layers.quantization.exl3_trellis.linear_method import EXL3LinearMethod
+    from vllm.model_executor.layers.quantization.exl3_trellis.plan import Device
+
+    create, elsewhere = EXL3LinearMethod.create_weights, Device(kind="cuda", sm=90)
+
+    def create_elsewhere(self, layer, *args, **named):
+        create(self, layer, *args, **named)
+        layer.exl3_choices = next(choices)
+
+    choices = itertools.cycle([None, (elsewhere, ())])
+    monkeypatch.setattr(EXL3LinearMethod, "create_weights", create_elsewhere)
+    folder = make("")
+    assert greedy(engine(folder), IDS, 4) == Oracle(folder).greedy(IDS, 4)
 
 
 def test_dummy_weights_need_only_the_headers(engine, make):

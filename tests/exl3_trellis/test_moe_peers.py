@@ -13,6 +13,7 @@ from bench.moe_layers import Truth, error, mixed, modules, query, routing
 from vllm.model_executor.layers.quantization.exl3_trellis.backends import (
     b12x,
     b12x_library,
+    exllamav3_library,
     exllamav3_moe,
 )
 from vllm.model_executor.layers.quantization.exl3_trellis.expert_check import few_experts, random_experts, reference
@@ -87,7 +88,7 @@ def test_a_library_that_is_missing_is_the_last_reason(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for module, why in (
         (b12x_library, "the package b12x is not installed"),
-        (exllamav3_moe, "the module exllamav3_ext is not installed"),
+        (exllamav3_library, "the module exllamav3_ext is not installed"),
     ):
         module.missing.cache_clear()
         try:

@@ -6,6 +6,7 @@ Needs vLLM composed with the overlay, which `make test-gpu` alone does not bring
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from itertools import chain
 from pathlib import Path
@@ -34,6 +35,8 @@ NAPS = [
     ("wake", {"reload": True}),
     SAY,
 ]
+# Graphs that the user asks for; all of the scored texts' 13 rows fit into the largest.
+CAPTURED = {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
 
 pytestmark = pytest.mark.skipif(not composed(), reason="vLLM with the overlay is not installed")
 
@@ -49,12 +52,22 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Life]:
         name: Plan(model=made["small"], steps=[SAY, ("score", {"texts": PROMPTS[:2]})], options=options)
         for name, options in (("graphs", half), ("eager", eager))
     }
+    score = ("score", {"texts": PROMPTS[:2]})
     plans["torch"] = Plan(
         model=made["small"],
-        steps=[SAY, ("score", {"texts": PROMPTS[:2]}), *NAPS[3:]],
-        options=eager | {"enable_sleep_mode": True},
+        steps=[SAY, score, *NAPS[3:]],
+        options=half | {"enable_sleep_mode": True},
         env={"VLLM_EXL3_BACKEND": "torch"},
     )
+    plans["torch in graphs"] = Plan(
+        model=made["small"],
+        steps=[SAY, score],
+        options=half | {"compilation_config": CAPTURED},
+        env={"VLLM_EXL3_BACKEND": "torch"},
+    )
+    if importlib.util.find_spec("exllamav3_ext") is not None:
+        env = {"VLLM_EXL3_BACKEND": "exllamav3"}
+        plans["exllamav3"] = Plan(model=made["small"], steps=[SAY, score], options=half, env=env)
     texts = json.loads(WIDE_BY_CPU.read_text())["texts"]
     plans["wide"] = Plan(
         model=made["wide"],
@@ -129,9 +142,20 @@ def test_graphs_change_nothing(lives):
     assert lives["graphs"][0]["said"] == lives["eager"][0]["said"]
 
 
-def test_native_agrees_with_the_torch_provider(lives):
-    ours, theirs = (torch.tensor(flat(lives[name][1]["logprobs"])) for name in ("graphs", "torch"))
+@pytest.mark.parametrize("provider", ["torch", "torch in graphs", "exllamav3"])
+def test_native_agrees_with_other_providers(lives, provider):
+    if provider not in lives:
+        pytest.skip("exllamav3_ext is not installed")
+    ours, theirs = (torch.tensor(flat(lives[name][1]["logprobs"])) for name in ("graphs", provider))
+    print(f"largest |Δ logprob| {(ours - theirs).abs().max().item():.4f}")
     torch.testing.assert_close(ours, theirs, atol=0.02, rtol=0)
+
+
+def test_other_providers_are_captured_only_if_asked(lives):
+    for name in sorted({"torch", "exllamav3"} & lives.keys()):
+        assert f"EXL3: no CUDA graphs, because {name} runs the linear layers" in lives[name].log
+    assert "EXL3: no CUDA graphs" not in lives["torch in graphs"].log
+    assert lives["torch in graphs"][0]["said"] == lives["torch"][0]["said"]
 
 
 def test_the_torch_provider_says_the_same_after_losing_the_weights(lives):

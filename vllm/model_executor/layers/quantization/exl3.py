@@ -34,7 +34,7 @@ from .exl3_trellis.repository import local_folder, model_contents
 from .exl3_trellis.role import DRAFT_PREFIX, stamp
 from .exl3_trellis.safetensors_headers import CheckpointError
 from .exl3_trellis.scratch import ModelRef
-from .exl3_trellis.support import limit_graphs, require_supported, split_experts
+from .exl3_trellis.support import limit_graphs, limit_linear_graphs, require_supported, split_experts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -132,6 +132,8 @@ class EXL3Config(QuantizationConfig):
             raise CheckpointError(problems)
         if self.experts:
             limit_graphs(vllm_config)
+        if self.linears:
+            limit_linear_graphs(vllm_config)
         self.dummy = vllm_config.load_config.load_format == "dummy"
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:

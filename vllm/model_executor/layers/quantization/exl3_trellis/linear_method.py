@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,15 @@ from .plan import Device, LinearQuery, Plan, Shard, choose
 from .role import capacity_of
 
 logger = init_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The provider of one product, chosen before weights are read."""
+
+    pieces: tuple[Piece, ...]
+    query: LinearQuery
+    backend: backends.Backend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +87,13 @@ class EXL3LinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Allocate the final place of every tensor this rank keeps.  Shapes come from the headers."""
+        """Allocate the final place of every tensor this rank keeps, and choose a provider for each product.
+
+        Shapes come from the headers, so a product that nobody can run is refused before any weight is read.
+
+        Raises:
+            NoBackendError: no provider can run it here.
+        """
         cut = input_size_per_partition != input_size
         start = layer.tp_rank * input_size_per_partition if cut else 0
         inputs = Owned(full=input_size, start=start, width=input_size_per_partition)
@@ -85,13 +101,18 @@ class EXL3LinearMethod(LinearMethodBase):
         layer.exl3_pieces = tuple(place(self.components, outputs, inputs, layer.tp_size))
         layer.exl3_out_width = sum(output_partition_sizes)
         layer.exl3_dtype = params_dtype
-        layer.exl3_max_rows = capacity_of(get_current_vllm_config_or_none())
+        config = get_current_vllm_config_or_none()
+        layer.exl3_max_rows = capacity_of(config)
         sources = [source for component in self.components for source in component]
         create_params(layer, sources, layer.exl3_pieces, params_dtype)
         _accept_padded_bias(layer, outputs)
+        layer.exl3_choices = None
+        device = next(param.device for param in layer.parameters(recurse=False) if hasattr(param, "exl3_slots"))
+        if config is not None and device.type == config.device_config.device_type:  # else vLLM will move them
+            self._choose(layer, Device.of(device))
 
     def process_weights_after_loading(self, layer: Module) -> None:
-        """Choose a provider for each product and hand it the loaded tensors."""
+        """Hand the loaded tensors to the provider of each product; vLLM calls it again after a reload."""
         loaded = [name for name, param in layer.named_parameters(recurse=False) if hasattr(param, "exl3_slots")]
         if loaded in ([], [PLAIN]):
             return  # prepared already, and nothing was loaded since
@@ -99,11 +120,11 @@ class EXL3LinearMethod(LinearMethodBase):
             make_up(layer)
         else:
             require_complete(layer)
-        quantized = [piece for piece in layer.exl3_pieces if piece.source.spec is not None]
-        products: dict[tuple[int, int, str], list[Piece]] = {}
-        for piece in quantized:
-            products.setdefault((piece.x_start, piece.x_width, piece.source.stored.codebook), []).append(piece)
-        prepared = [self._prepare(layer, index, tuple(group)) for index, group in enumerate(products.values())]
+        device = Device.of(getattr(layer, loaded[0]).device)
+        if layer.exl3_choices is None or layer.exl3_choices[0] != device:
+            self._choose(layer, device)
+        choices = layer.exl3_choices[1]
+        prepared = [self._prepare(layer, index, choice, device) for index, choice in enumerate(choices)]
         for name in loaded:
             if name != PLAIN:
                 delattr(layer, name)
@@ -114,16 +135,32 @@ class EXL3LinearMethod(LinearMethodBase):
         layer.exl3_whole = _makes_all(layer.exl3_products, layer.exl3_out_width)
         self.on_prepared()
 
-    def _prepare(self, layer: Module, index: int, pieces: tuple[Piece, ...]) -> tuple[Product, dict[str, torch.Tensor]]:
-        query = _query(pieces, layer.exl3_dtype, layer.exl3_max_rows)
+    def _choose(self, layer: Module, device: Device) -> None:
+        """Keep in `layer.exl3_choices` who runs its products on `device`; a model's log names each provider once."""
+        forced = None if envs.VLLM_EXL3_BACKEND == "auto" else envs.VLLM_EXL3_BACKEND
+        products: dict[tuple[int, int, str], list[Piece]] = {}
+        for piece in layer.exl3_pieces:
+            if piece.source.spec is not None:
+                products.setdefault((piece.x_start, piece.x_width, piece.source.stored.codebook), []).append(piece)
+        choices = []
+        for pieces in products.values():
+            query = _query(tuple(pieces), layer.exl3_dtype, layer.exl3_max_rows)
+            backend, refusals = choose(query, device, backends.candidates(query.fused), forced)
+            why = "".join(f"; not {reason}" for reason in refusals)
+            line = f"EXL3: provider {backend.name} for linear layers{why}"
+            layer.exl3_owner.model.keep(("said", line), partial(logger.info, line))
+            choices.append(Choice(pieces=tuple(pieces), query=query, backend=backend))
+        layer.exl3_choices = device, tuple(choices)
+
+    def _prepare(
+        self, layer: Module, index: int, choice: Choice, device: Device
+    ) -> tuple[Product, dict[str, torch.Tensor]]:
+        pieces, query, backend = choice.pieces, choice.query, choice.backend
         weights = backends.LinearWeights(
             trellis=gather(layer, pieces, "trellis"),
             suh=gather(layer, pieces, "suh"),
             svh=gather(layer, pieces, "svh"),
         )
-        device = Device.of(weights.trellis.device)
-        forced = None if envs.VLLM_EXL3_BACKEND == "auto" else envs.VLLM_EXL3_BACKEND
-        backend = choose(query, device, backends.candidates(query.fused), forced)
         if envs.VLLM_EXL3_LOG_PATH_SELECTION:
             logger.info("%s: %s runs %s", layer.prefix, backend.name, query)
         plan = backend.plan(query, device)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The torch operators of EXL3, and the only caller of compiled code.
 
-`exl3_trellis::linear` and `exl3_trellis::parity_linear` are what layers call: functional, with fake implementations, so
-that torch.compile sees one opaque node and CUDA graphs capture what it launches.  Underneath lie the operators of the
-compiled extension (csrc/exl3, namespace `exl3`), which write into buffers given to them.  Without the extension this
-module imports all the same; `load()` says why it is missing.
+`exl3_trellis::linear`, `parity_linear` and `reference_linear` are what layers call: functional, with fake
+implementations, so that torch.compile sees one opaque node and CUDA graphs capture what it launches.  Underneath lie
+the operators of the compiled extension (csrc/exl3, namespace `exl3`), which write into buffers given to them.  Without
+the extension this module imports all the same; `load()` says why it is missing.
 
 Scratch memory is taken from torch's allocator for one call and given back with it, as any temporary tensor is: every
 stream, graph and engine gets its own, nothing outlives a call, and a captured graph's lies in the graph's pool.
@@ -13,10 +13,13 @@ stream, graph and engine gets its own, nothing outlives a call, and a captured g
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+
+from .reference import forward
 
 if TYPE_CHECKING:
     from .plan import Device
@@ -180,14 +183,44 @@ def _parity_linear(
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("backend exllamav3 cannot be captured into a CUDA graph: use --enforce-eager")
     a = torch.nn.functional.pad(x.half(), (0, k - x.shape[1])).contiguous()
-    outputs, words, column = [], 0, 0
+    outputs = [
+        _parity_product(a, tiles, left, right, codebook)[:, kept]
+        for tiles, left, right, kept in _split(trellis, suh, svh, k, shards)
+    ]
+    return torch.cat(outputs, dim=1).to(x.dtype)
+
+
+def _split(
+    trellis: torch.Tensor, suh: torch.Tensor, svh: torch.Tensor, k: int, shards: list[int]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, slice]]:
+    """Of each shard: views of its trellis [k/16, n/16, 16*rate], suh [k] and svh [n], and the columns that are kept."""
+    words, column = 0, 0
     for index in range(len(shards) // SHARD_INTS):
         n, first, width, rate2 = shards[SHARD_INTS * index : SHARD_INTS * (index + 1)]
         size = k * n // 256 * 8 * rate2
         tiles = trellis[words : words + size].view(k // 16, n // 16, 8 * rate2)
-        c = _parity_product(a, tiles, suh[k * index : k * (index + 1)], svh[column : column + n], codebook)
-        outputs.append(c[:, first : first + width])
+        yield tiles, suh[k * index : k * (index + 1)], svh[column : column + n], slice(first, first + width)
         words, column = words + size, column + n
+
+
+def _reference_linear(
+    x: torch.Tensor,
+    trellis: torch.Tensor,
+    suh: torch.Tensor,
+    svh: torch.Tensor,
+    k: int,
+    shards: list[int],
+    codebooks: list[int],
+) -> torch.Tensor:
+    """The same product by the reference, which decodes the weights anew; each shard has a codebook of its own.
+
+    An operator because of the reference's tables: what makes them starts a thread, which torch.compile cannot trace.
+    The first call for a rate makes them, and waits for the device; every other call only launches kernels, so after
+    vLLM's first run a CUDA graph can hold it.
+    """
+    names = {code: name for name, code in CODEBOOK_CODES.items()}
+    parts = zip(_split(trellis, suh, svh, k, shards), codebooks, strict=True)
+    outputs = [forward(x, tiles, left, right, names[code])[:, kept] for (tiles, left, right, kept), code in parts]
     return torch.cat(outputs, dim=1).to(x.dtype)
 
 
@@ -217,23 +250,26 @@ def _fake(
     svh: torch.Tensor,
     k: int,
     shards: list[int],
-    *rest: int,
+    *rest: object,
 ) -> torch.Tensor:
-    """Shape and dtype of both operators' result."""
+    """Shape and dtype of every operator's result."""
     return x.new_empty(x.shape[0], sum(shards[2::SHARD_INTS]))
 
 
-_TENSORS = "Tensor x, Tensor trellis, Tensor suh, Tensor svh, int k, int[] shards, int codebook"
+_TENSORS = "Tensor x, Tensor trellis, Tensor suh, Tensor svh, int k, int[] shards"
 _NUMBERS = "int splits, int fused_rows, int many_rows, int chunk_columns, int sm, int sms"
 _library = torch.library.Library("exl3_trellis", "FRAGMENT")
 if not hasattr(torch.ops.exl3_trellis, "linear"):
-    for _name, _schema, _run in (
-        ("linear", f"{_TENSORS}, {_NUMBERS}", _linear),
-        ("parity_linear", _TENSORS, _parity_linear),
+    for _name, _schema, _run, _devices in (
+        ("linear", f"{_TENSORS}, int codebook, {_NUMBERS}", _linear, ("CUDA",)),
+        ("parity_linear", f"{_TENSORS}, int codebook", _parity_linear, ("CUDA",)),
+        ("reference_linear", f"{_TENSORS}, int[] codebooks", _reference_linear, ("CUDA", "CPU")),
     ):
         _library.define(f"{_name}({_schema}) -> Tensor")
-        _library.impl(_name, _run, "CUDA")
+        for _device in _devices:
+            _library.impl(_name, _run, _device)
         torch.library.register_fake(f"exl3_trellis::{_name}", _fake, lib=_library)
 
 linear = torch.ops.exl3_trellis.linear
 parity_linear = torch.ops.exl3_trellis.parity_linear
+reference_linear = torch.ops.exl3_trellis.reference_linear

@@ -6,8 +6,6 @@ computes.  Providers live in `backends/`, one module each, in the order `auto` t
 
 from __future__ import annotations
 
-import functools
-import logging
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,9 +14,6 @@ if TYPE_CHECKING:
     import torch
 
     from .backends import Backend
-
-
-logger = logging.getLogger("vllm.exl3")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,8 +170,10 @@ class NoBackendError(RuntimeError):
     """No provider can run the query; the message lists every refusal."""
 
 
-def choose(query: LinearQuery, device: Device, candidates: tuple[Backend, ...], forced: str | None = None) -> Backend:
-    """Return the first provider that can run `query` on `device`.
+def choose(
+    query: LinearQuery, device: Device, candidates: tuple[Backend, ...], forced: str | None = None
+) -> tuple[Backend, tuple[str, ...]]:
+    """Return the first provider that can run `query` on `device`, and why each one before it cannot.
 
     Args:
         query: the layer.
@@ -193,16 +190,9 @@ def choose(query: LinearQuery, device: Device, candidates: tuple[Backend, ...], 
     for provider in named or candidates:
         ok, why = provider.can_run(query, device)
         if ok:
-            _say(provider.name, tuple(refusals))
-            return provider
+            return provider, tuple(refusals)
         refusals.append(f"{provider.name}: {why}")
     raise NoBackendError(f"no EXL3 kernel for {query} on {device}: {'; '.join(refusals)}")
-
-
-@functools.cache
-def _say(chosen: str, refusals: tuple[str, ...]) -> None:
-    """Log a choice the first time that it is made for these reasons."""
-    logger.info("EXL3: provider %s for linear layers%s", chosen, "".join(f"; not {why}" for why in refusals))
 
 
 def self_check(error: float, limit: float, what: str) -> None:
@@ -218,4 +208,4 @@ def self_check(error: float, limit: float, what: str) -> None:
         raise NoBackendError(f"{what} disagrees with the reference: {found}")
 
 
-Plan = Any  # a provider's own frozen plan, hashable; `workspace_bytes` is the one attribute all have
+Plan = Any  # a provider's own frozen plan, hashable; those of routed experts have `workspace_bytes`

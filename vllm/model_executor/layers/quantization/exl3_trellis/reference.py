@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
@@ -30,6 +29,7 @@ from .codebook import (
     rate_of_tile_words,
 )
 from .layout import BLOCK, TILE, Span, check_span, positions_by_place, state_starts
+from .pools import outside_pools
 
 # Weights decoded at a time: a few arrays of this many 4-byte values stay inside an L2 or L3 cache, which is worth a
 # third of the time on a 2-core CPU against 16 times as many; smaller pieces lose it again to the cost of each call.
@@ -41,24 +41,14 @@ Table = TypeVar("Table")
 def _kept(make: Callable[..., Table]) -> Callable[..., Table]:
     """Cache the tables that `make` makes, by its arguments, in ordinary memory of their device.
 
-    Whoever asks first may be inside a memory pool: what is in vLLM's pool of weights is lost when it sleeps. Torch's
-    pools take the allocations of one thread, so another thread makes what is on a GPU.
+    Whoever asks first may be inside a memory pool: what is in vLLM's pool of weights is lost when it sleeps.
     """
 
     @functools.cache
     @functools.wraps(make)
     def kept(*arguments: Hashable) -> Table:
-        devices = [one for one in arguments if isinstance(one, torch.device) and one.type == "cuda"]
-        if not devices:
-            return make(*arguments)
-
-        def made() -> Table:
-            table = make(*arguments)
-            torch.cuda.current_stream(devices[0]).synchronize()  # the caller's stream does not wait for this one
-            return table
-
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(made).result()
+        devices = [one for one in arguments if isinstance(one, torch.device)]
+        return outside_pools(devices[0] if devices else CPU, lambda: make(*arguments))
 
     return kept
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import vllm.envs as envs
 from vllm.logger import init_logger
 
+from .backends import likely
 from .moe_plan import PARITY, Limits, require_limits
 from .slabs import legal_tp, tp_refusal
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import CompilationConfig, VllmConfig
 
     from .experts import ExpertsSpec
 
@@ -75,7 +76,7 @@ def limit_graphs(vllm_config: VllmConfig) -> None:
         vllm_config.additional_config["exl3_experts"] = str(asked)
     compilation = vllm_config.compilation_config
     sizes = ("max_cudagraph_capture_size", "cudagraph_capture_sizes")
-    chosen = {name for name in ("cudagraph_mode", *sizes) if getattr(compilation, name) is not None}
+    chosen = _chosen(compilation, "cudagraph_mode", *sizes)
     if not envs.VLLM_EXL3_FUSED or envs.VLLM_EXL3_BACKEND in PARITY:
         if "cudagraph_mode" not in chosen:
             logger.warning("EXL3: no CUDA graphs, because all rows of routed experts take the parity path")
@@ -85,6 +86,29 @@ def limit_graphs(vllm_config: VllmConfig) -> None:
         most = max(1, asked.decode_rows // step) * step
         logger.warning("EXL3: CUDA graphs of at most %d rows; more take the parity path", most)
         compilation.max_cudagraph_capture_size = most
+
+
+def limit_linear_graphs(vllm_config: VllmConfig) -> None:
+    """Turn off the CUDA graphs that vLLM would capture by default where linear layers will run what none should hold.
+
+    What the user asked to capture stays, and what no graph can hold is refused when it is captured.  torch.compile sees
+    a provider's call as one operator and stays on.
+    """
+    from vllm.config import CUDAGraphMode
+    from vllm.platforms import current_platform
+
+    compilation = vllm_config.compilation_config
+    if _chosen(compilation, "cudagraph_mode") or not current_platform.support_static_graph_mode():
+        return
+    provider = likely(envs.VLLM_EXL3_FUSED, envs.VLLM_EXL3_BACKEND)
+    if not provider.for_graphs:
+        logger.warning("EXL3: no CUDA graphs, because %s runs the linear layers", provider.name)
+        compilation.cudagraph_mode = CUDAGraphMode.NONE
+
+
+def _chosen(compilation: CompilationConfig, *names: str) -> set[str]:
+    """Which of these the user has set; vLLM gives the others their values later."""
+    return {name for name in names if getattr(compilation, name) is not None}
 
 
 def split_experts(experts: Mapping[str, ExpertsSpec], vllm_config: VllmConfig) -> list[str]:

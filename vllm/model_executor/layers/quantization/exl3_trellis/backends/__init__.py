@@ -2,9 +2,9 @@
 """Kernel providers: one module each.  Those of linear layers have four verbs.
 
     can_run(query, device) -> (ok, reason)      from numbers alone; nothing is compiled, at most the library is imported
-    plan(query, device) -> plan                 frozen; `plan.workspace_bytes` is all it will ever need
+    plan(query, device) -> plan                 frozen
     prepare(plan, weights) -> {name: tensor}    once, after loading; views what it can, copies only what it must reorder
-    run(plan, prepared, x) -> y                 allocates nothing but y
+    run(plan, prepared, x) -> y                 allocates y, and scratch for the time of the call
 
 Providers of routed experts have more, for they serve a layer through several plans: see `MoeBackend`.
 
@@ -41,6 +41,10 @@ class Backend(Protocol):
     """What a provider module offers."""
 
     name: str
+    for_graphs: bool  # whether the CUDA graphs that vLLM captures by default should hold its calls
+
+    def installed(self) -> bool:
+        """Whether what it needs is installed, as far as files tell: no library is loaded and no device asked."""
 
     def can_run(self, query: LinearQuery, device: Device) -> tuple[bool, str]: ...
 
@@ -103,6 +107,16 @@ class MoeBackend(Protocol):
         Raises:
             NoBackendError: they disagree.
         """
+
+
+def likely(fused: bool, forced: str) -> Backend:
+    """The provider that linear layers of an ordinary GPU will get, for those who must not touch it yet.
+
+    fused, forced: VLLM_EXL3_FUSED and VLLM_EXL3_BACKEND.
+    """
+    providers = candidates(fused)
+    named = [provider for provider in providers if provider.name == forced]
+    return next(provider for provider in named or providers if named or provider.installed())
 
 
 def candidates(fused: bool = True) -> tuple[Backend, ...]:

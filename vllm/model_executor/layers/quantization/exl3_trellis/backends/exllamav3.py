@@ -6,19 +6,24 @@ Never inside a CUDA graph, and never on two streams at once: its kernels share o
 
 from __future__ import annotations
 
-import importlib.util
-import os
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from .. import ops
-from ..plan import Device, LinearQuery
+from ..linear_check import sample
+from ..plan import Device, LinearQuery, self_check
+from ..pools import outside_pools
 from . import LinearWeights
+from . import exllamav3_library as library
 
 name = "exllamav3"
-MIN_SM = 80
+for_graphs = False  # and none can
+KERNELS = ("exl3_gemm", "reconstruct", "had_r_128")  # what ops.parity_linear calls
+CHECK_ROWS = (5, ops.PARITY_ROWS + 1)  # its fused kernel, and the decoded matrix
+ERROR_LIMIT = 4e-3  # relative, of the start-up check; rounding to bfloat16 is 1.7e-3 of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,27 +33,28 @@ class ParityPlan:
     query: LinearQuery
     shards: tuple[int, ...]  # n, first, width and 2 * rate of each
     codebook: int
-    workspace_bytes: int = 0
+
+
+def installed() -> bool:
+    """Whether the extension would be found."""
+    return library.installed()
 
 
 def can_run(query: LinearQuery, device: Device) -> tuple[bool, str]:
-    """On CUDA, where `exllamav3_ext` can be imported; one codebook a call."""
+    """On CUDA, where `exllamav3_ext` can be imported and has the kernels wanted; one codebook a call."""
     if device.kind != "cuda":
         return False, f"runs on CUDA, not on {device.kind}"
-    if device.sm < MIN_SM:
-        return False, f"needs SM{MIN_SM} or newer, this card is SM{device.sm}"
+    if device.sm < library.MIN_SM:
+        return False, f"needs SM{library.MIN_SM} or newer, this card is SM{device.sm}"
     codebooks = sorted({shard.codebook for shard in query.shards})
     if len(codebooks) != 1:
         return False, f"one call has the codebooks {' and '.join(codebooks)}, want one"
-    if importlib.util.find_spec("exllamav3_ext") is None:
-        return False, "the module exllamav3_ext is not installed"
-    return True, ""
+    why = library.missing(*KERNELS)
+    return not why, why
 
 
 def plan(query: LinearQuery, device: Device) -> ParityPlan:
-    """Turn off the extension's int8 and GEMV shortcuts, which deviate from the format's arithmetic."""
-    os.environ.setdefault("EXL3_INT8_GEMV", "0")
-    os.environ.setdefault("EXL3_GEMV", "0")
+    """The shards as they are: the extension chooses how to cut a product itself."""
     shards: list[int] = []
     for shard in query.shards:
         shards += (shard.n, shard.first, shard.width, round(2 * shard.rate))
@@ -56,7 +62,9 @@ def plan(query: LinearQuery, device: Device) -> ParityPlan:
 
 
 def prepare(plan: ParityPlan, weights: LinearWeights) -> dict[str, torch.Tensor]:
-    """The tensors as they are."""
+    """The tensors as they are.  Checks the kernels on this card, once for each codebook and rate."""
+    for shard in plan.query.shards:
+        check_kernels(weights.trellis.device, shard.codebook, shard.rate, plan.query.io_dtype)
     return {"trellis": weights.trellis, "suh": weights.suh, "svh": weights.svh}
 
 
@@ -65,3 +73,21 @@ def run(plan: ParityPlan, prepared: Mapping[str, torch.Tensor], x: torch.Tensor)
     return ops.parity_linear(
         x, prepared["trellis"], prepared["suh"], prepared["svh"], plan.query.k, list(plan.shards), plan.codebook
     )
+
+
+@functools.cache
+def check_kernels(device: torch.device, codebook: str, rate: float, io_dtype: str) -> None:
+    """Compare both ways of a product with the reference, on this very card.
+
+    Raises NoBackendError if one disagrees.  Weights are being loaded, so what the check works in, and what libraries
+    keep of it, must not lie in their pool.
+    """
+    outside_pools(device, lambda: _compare(device, codebook, rate, io_dtype))
+
+
+def _compare(device: torch.device, codebook: str, rate: float, io_dtype: str) -> None:
+    one = sample(device, codebook, rate, io_dtype, max(CHECK_ROWS))
+    weights = (one.trellis.view(-1), one.suh, one.svh, one.suh.shape[0], one.shard, ops.CODEBOOK_CODES[codebook])
+    for rows in CHECK_ROWS:
+        y = ops.parity_linear(one.x[:rows], *weights)
+        self_check(one.error(y), ERROR_LIMIT, f"exllamav3: {codebook}, {rate:g} bit, {io_dtype}, {rows} rows,")

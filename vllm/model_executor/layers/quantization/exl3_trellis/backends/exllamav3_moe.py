@@ -10,9 +10,6 @@ Does not serve what that kernel refuses: the 3inst codebook, several codebooks i
 
 from __future__ import annotations
 
-import functools
-import importlib
-import importlib.util
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -26,6 +23,7 @@ from ..expert_check import compare
 from ..expert_intake import ExpertSlice
 from ..plan import Device, MoeQuery, Window
 from ..slabs import MATRIX, slabs
+from . import exllamav3_library as library
 from .torch_moe import KINDS
 
 if TYPE_CHECKING:
@@ -33,9 +31,7 @@ if TYPE_CHECKING:
 
 name = "exllamav3"
 capturable = False
-MIN_SM = 80
 CODEBOOKS = ("mcg", "mul1")
-ARGUMENTS = 35  # of exl3_moe; they changed between versions
 BLOCKS_PER_EXPERT = 8  # what a group of its blocks is made of
 DTYPES = ("float16", "bfloat16", "float32")
 SILU = 0
@@ -63,9 +59,9 @@ def can_run(query: MoeQuery, device: Device) -> tuple[bool, str]:
     why = _refuse_layer(query)
     if device.kind != "cuda":
         why = f"runs on CUDA, not on {device.kind}"
-    elif device.sm < MIN_SM:
-        why = f"needs SM{MIN_SM} or newer, this card is SM{device.sm}"
-    why = why or missing()
+    elif device.sm < library.MIN_SM:
+        why = f"needs SM{library.MIN_SM} or newer, this card is SM{device.sm}"
+    why = why or library.missing("exl3_moe")
     return not why, why
 
 
@@ -84,21 +80,6 @@ def _refuse_layer(query: MoeQuery) -> str:
         return "weights on the input, want them on the output"
     if query.io_dtype not in DTYPES:
         return f"activations are {query.io_dtype}, want one of {', '.join(DTYPES)}"
-    return ""
-
-
-@functools.cache
-def missing() -> str:
-    """Why the extension cannot be used, or an empty string."""
-    if importlib.util.find_spec("exllamav3_ext") is None:
-        return "the module exllamav3_ext is not installed"
-    try:
-        kernel = importlib.import_module("exllamav3_ext").exl3_moe
-    except (ImportError, OSError, AttributeError) as error:
-        return f"exllamav3_ext has no exl3_moe: {error}"
-    found = (kernel.__doc__ or "").count("arg")
-    if found != ARGUMENTS:
-        return f"exl3_moe takes {found} arguments, want {ARGUMENTS}: another version of exllamav3"
     return ""
 
 

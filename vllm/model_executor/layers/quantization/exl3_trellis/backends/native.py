@@ -16,12 +16,13 @@ from dataclasses import dataclass
 import torch
 
 from .. import ops
-from ..layout import trellis_shape
+from ..linear_check import sample
 from ..plan import Device, LinearQuery, self_check
-from ..reference import forward
+from ..pools import outside_pools
 from . import LinearWeights
 
 name = "native"
+for_graphs = True
 
 # Four stages of 32 rows at 8 bits: the most shared memory any fused kernel asks for.
 SHARED_BYTES = 98_304
@@ -53,7 +54,11 @@ class NativePlan:
     chunk_columns: int
     sm: int
     sms: int
-    workspace_bytes: int  # at most, of one call; taken for its time
+
+
+def installed() -> bool:
+    """Whether the extension is there."""
+    return ops.EXTENSION.is_file()
 
 
 def can_run(query: LinearQuery, device: Device) -> tuple[bool, str]:
@@ -69,7 +74,7 @@ def can_run(query: LinearQuery, device: Device) -> tuple[bool, str]:
 
 
 def plan(query: LinearQuery, device: Device) -> NativePlan:
-    """Cut the product for this card and size its scratch."""
+    """Cut the product for this card."""
     shards: list[int] = []
     for shard in query.shards:
         shards += (shard.n, shard.first, shard.width, round(2 * shard.rate))
@@ -79,27 +84,16 @@ def plan(query: LinearQuery, device: Device) -> NativePlan:
         rows, many = 0, 0
     if query.io_dtype == "float32" and many < query.max_rows:  # the library multiplies 16-bit types here
         rows, many = query.max_rows, 0
-    fused_rows, many_rows = min(rows, query.max_rows), min(many, query.max_rows)
-    chunk = chunk_columns(query)
-    columns = sum(shard.n for shard in query.shards)
-    # More rows may need a smaller tile and less scratch in all, so every count is asked.
-    counts = {min(tile, fused_rows) for tile in (*ops.ROW_TILES, fused_rows)} if fused_rows else set()
-    sizes = [ops.fused_scratch_bytes(m, query.k, columns, len(query.shards), splits) for m in counts]
-    if many_rows > fused_rows:
-        sizes.append(ops.many_scratch_bytes(many_rows, query.k, len(query.shards), device.sms))
-    if query.max_rows > max(fused_rows, many_rows):
-        sizes.append(ops.dense_scratch_bytes(query.width, shards, chunk))
     return NativePlan(
         query=query,
         shards=tuple(shards),
         codebook=ops.CODEBOOK_CODES[query.shards[0].codebook],
         splits=splits,
-        fused_rows=fused_rows,
-        many_rows=many_rows,
-        chunk_columns=chunk,
+        fused_rows=min(rows, query.max_rows),
+        many_rows=min(many, query.max_rows),
+        chunk_columns=chunk_columns(query),
         sm=device.sm,
         sms=device.sms,
-        workspace_bytes=max(sizes),
     )
 
 
@@ -151,28 +145,23 @@ def run(plan: NativePlan, prepared: Mapping[str, torch.Tensor], x: torch.Tensor)
 def check_kernels(device: torch.device, codebook: str, rate: float, io_dtype: str) -> None:
     """Compare every kernel a layer of this codebook and rate may reach with the reference, on this very card.
 
-    Raises NoBackendError if one disagrees: a card nobody has tested fails loudly.
+    Raises NoBackendError if one disagrees: a card nobody has tested fails loudly.  Weights are being loaded, so what
+    the check works in, and what libraries keep of it, must not lie in their pool.
     """
-    k, n, width = 384, 256, 380
-    seed = torch.Generator().manual_seed(7)
-    trellis = torch.randint(-(1 << 15), 1 << 15, trellis_shape(k, n, rate), generator=seed).to(torch.int16).to(device)
-    suh = (0.5 + torch.rand(k, generator=seed)).half().to(device)
-    svh = (0.5 + torch.rand(n, generator=seed)).half().to(device)
-    dtype = getattr(torch, io_dtype)
-    rows = torch.randn(max(CHECK_ROWS), width, generator=seed).to(dtype).to(device)
-    want = forward(rows.float(), trellis, suh, svh, codebook)
-    code = ops.CODEBOOK_CODES[codebook]
-    shard = [n, 0, n, round(2 * rate)]
-    where = Device.of(device)
+    outside_pools(device, lambda: _compare(device, codebook, rate, io_dtype))
+
+
+def _compare(device: torch.device, codebook: str, rate: float, io_dtype: str) -> None:
+    one, where = sample(device, codebook, rate, io_dtype, max(CHECK_ROWS)), Device.of(device)
     ways = [(m, m, 0) for m in CHECK_ROWS]
     _, many = crossover(where)
     if many:
         ways.append((max(CHECK_ROWS), 0, EVERY_ROW))
     if io_dtype != "float32":
         ways += [(m, 0, 0) for m in (min(CHECK_ROWS), max(CHECK_ROWS))]
+    weights = (one.trellis.view(-1), one.suh, one.svh, one.suh.shape[0], one.shard, ops.CODEBOOK_CODES[codebook])
     for m, fused_rows, many_rows in ways:
-        numbers = (5, fused_rows, many_rows, 128, where.sm, where.sms)
-        y = ops.linear(rows[:m], trellis.view(-1), suh, svh, k, shard, code, *numbers).float()
-        error = ((y - want[:m]).norm() / want[:m].norm()).item()
+        y = ops.linear(one.x[:m], *weights, 5, fused_rows, many_rows, 128, where.sm, where.sms)
         how = "fused" if fused_rows else "many rows" if many_rows else "reconstructed"
-        self_check(error, ERROR_LIMITS[io_dtype], f"native: {codebook}, {rate:g} bit, {io_dtype}, {m} rows, {how},")
+        what = f"native: {codebook}, {rate:g} bit, {io_dtype}, {m} rows, {how},"
+        self_check(one.error(y), ERROR_LIMITS[io_dtype], what)

@@ -2,7 +2,7 @@
 """Provider `torch`: the reference mathematics on any device.
 
 On a CPU the weights are decoded once, at load, and a layer is then one dense product.  Elsewhere they are decoded in
-every call, which is slow and needs no memory: for a card that no kernel supports, and for comparison.
+every call, which is slow and needs no memory: for comparison, and where no kernels are installed.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 
+from .. import ops
 from ..codebook import tile_words
 from ..layout import trellis_shape
 from ..plan import Device, LinearQuery, Shard
-from ..reference import decode_dense, forward
+from ..reference import decode_dense
 from . import LinearWeights
 
 name = "torch"
+# They can, once its tables are there.  But decoding is a dozen launches for each million weights: dozens of graphs
+# would hold millions of them, in gigabytes, to save what is little beside the decoding itself.
+for_graphs = False
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -30,7 +34,13 @@ class TorchPlan:
 
     query: LinearQuery
     decode_once: bool
-    workspace_bytes: int = 0
+    shards: tuple[int, ...]  # n, first, width and 2 * rate of each
+    codebooks: tuple[int, ...]  # of each
+
+
+def installed() -> bool:
+    """It needs nothing."""
+    return True
 
 
 def can_run(query: LinearQuery, device: Device) -> tuple[bool, str]:
@@ -42,7 +52,11 @@ def can_run(query: LinearQuery, device: Device) -> tuple[bool, str]:
 
 def plan(query: LinearQuery, device: Device) -> TorchPlan:
     """Decode once where memory is the host's."""
-    return TorchPlan(query=query, decode_once=device.kind == "cpu")
+    shards: list[int] = []
+    for shard in query.shards:
+        shards += (shard.n, shard.first, shard.width, round(2 * shard.rate))
+    codebooks = tuple(ops.CODEBOOK_CODES[shard.codebook] for shard in query.shards)
+    return TorchPlan(query=query, decode_once=device.kind == "cpu", shards=tuple(shards), codebooks=codebooks)
 
 
 def prepare(plan: TorchPlan, weights: LinearWeights) -> dict[str, torch.Tensor]:
@@ -67,13 +81,8 @@ def run(plan: TorchPlan, prepared: Mapping[str, torch.Tensor], x: torch.Tensor) 
     """y[m, out_width] from x[m, width]."""
     if plan.decode_once:
         return F.linear(x, prepared["weight"])
-    query = plan.query
-    wide = F.pad(x, (0, query.k - query.width))
-    outputs = [
-        forward(wide, trellis, suh, svh, shard.codebook)[:, shard.first : shard.first + shard.width]
-        for shard, trellis, suh, svh in _shards(query, prepared["trellis"], prepared["suh"], prepared["svh"])
-    ]
-    return torch.cat(outputs, dim=1).to(x.dtype)
+    tensors = (prepared["trellis"], prepared["suh"], prepared["svh"])
+    return ops.reference_linear(x, *tensors, plan.query.k, list(plan.shards), list(plan.codebooks))
 
 
 def _shards(
