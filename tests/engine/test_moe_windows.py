@@ -21,14 +21,12 @@ from tests.exl3_trellis.planned_experts import SPEC
 from tests.exl3_trellis.recording import Recording, windows_of
 from tests.oracle import Oracle
 from validate.__main__ import main as validate
-from vllm.config import CompilationConfig, CUDAGraphMode
 from vllm.model_executor.layers import quantization
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.quantization.exl3 import EXL3Config
 from vllm.model_executor.layers.quantization.exl3_trellis import moe_method
 from vllm.model_executor.layers.quantization.exl3_trellis.moe_method import EXL3MoEMethod
 from vllm.model_executor.layers.quantization.exl3_trellis.scratch import Model, Owner
-from vllm.model_executor.layers.quantization.exl3_trellis.support import limit_graphs
 
 QWEN = "--family qwen3_moe --layers 2 --first-dense 0 --layout per_expert --rates 3,4 --tp 2 --seed 3"
 GLM = "--family glm4_moe --layers 2 --drafts 1 --agreeing --layout shared_h --rates 3,4 --tp 2 --seed 3"
@@ -263,27 +261,3 @@ def test_memory_remembered_for_the_next_start_is_that_of_the_same_arenas(make, m
         config = EngineArgs(model=str(folder), max_model_len=256, max_num_batched_tokens=256).create_engine_config()
         found.add(compute_plan_fingerprint(config, 0, 1))
     assert len(found) == (2 if remembering else 1)  # the same configuration is part of the compile cache's key
-
-
-# environment, rows of a uniform decode step, what the user chose -> mode, most rows of a graph
-GRAPHS = [
-    ({}, 1, {}, None, None),
-    ({"PREFILL_TRELLIS": "0"}, 1, {}, None, 32),
-    ({"PREFILL_TRELLIS": "0"}, 3, {}, None, 30),  # 32 would be rounded up to 33
-    ({"PREFILL_TRELLIS": "0"}, 4, {"cudagraph_capture_sizes": [64]}, None, None),
-    ({"FUSED": "0"}, 1, {}, CUDAGraphMode.NONE, None),
-    ({"BACKEND": "exllamav3"}, 1, {}, CUDAGraphMode.NONE, None),
-    ({"FUSED": "0"}, 1, {"cudagraph_mode": CUDAGraphMode.PIECEWISE}, CUDAGraphMode.PIECEWISE, None),
-]
-
-
-@pytest.mark.parametrize(("variables", "step", "chosen", "mode", "most"), GRAPHS)
-def test_default_graphs_hold_no_parity_path(monkeypatch, variables, step, chosen, mode, most):
-    for name, value in variables.items():
-        monkeypatch.setenv(f"VLLM_EXL3_{name}", value)
-    compilation = CompilationConfig(**chosen)
-    scheduler = SimpleNamespace(max_num_batched_tokens=4096)
-    limit_graphs(
-        SimpleNamespace(compilation_config=compilation, scheduler_config=scheduler, uniform_decode_query_len=step)
-    )
-    assert (compilation.cudagraph_mode, compilation.max_cudagraph_capture_size) == (mode, most)

@@ -231,7 +231,9 @@ def test_makes_nothing_once_workspaces_are_locked(manager: Any) -> None:
     arena = scratch(owner, "arena", object)
     manager.lock()
     assert scratch(owner, "arena", object) is arena
-    with pytest.raises(RuntimeError, match=r"'staging' \(target, cpu, 64 rows, microbatch 0, lane 0\) was not made before"):
+    with pytest.raises(
+        RuntimeError, match=r"'staging' \(target, cpu, 64 rows, microbatch 0, lane 0\) was not made before"
+    ):
         scratch(owner, "staging", object)
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -82,9 +83,37 @@ def limit_graphs(vllm_config: VllmConfig) -> None:
             compilation.cudagraph_mode = CUDAGraphMode.NONE
     elif not asked.prefill and rows > asked.decode_rows and not chosen.intersection(sizes):
         step = vllm_config.uniform_decode_query_len  # vLLM rounds the rows of a graph up to a multiple of it
-        most = max(1, asked.decode_rows // step) * step
-        logger.warning("EXL3: CUDA graphs of at most %d rows; more take the parity path", most)
-        compilation.max_cudagraph_capture_size = most
+        most = asked.decode_rows // step * step
+        if most:
+            logger.warning("EXL3: CUDA graphs of at most %d rows; more take the parity path", most)
+            compilation.max_cudagraph_capture_size = most
+        elif "cudagraph_mode" not in chosen:
+            plan = f"the decode plan's {asked.decode_rows} rows"
+            logger.warning("EXL3: no CUDA graphs, because %s are fewer than the %d of one request's step", plan, step)
+            compilation.cudagraph_mode = CUDAGraphMode.NONE
+    if asked.min_rows > 1 and not (compilation.cudagraph_mode == CUDAGraphMode.NONE or sizes[1] in chosen):
+        _drop_short_graphs(vllm_config, asked.min_rows, keep_mode="cudagraph_mode" in chosen)
+
+
+def _drop_short_graphs(vllm_config: VllmConfig, fewest: int, keep_mode: bool) -> None:
+    """Leave out the default CUDA graphs of fewer than `fewest` rows; batches so short are padded to the next."""
+    from vllm.config import CUDAGraphMode
+
+    trial = copy.copy(vllm_config)  # vLLM makes its list later, and only as a whole
+    trial.compilation_config = copy.copy(vllm_config.compilation_config)
+    trial._set_cudagraph_sizes()
+    compilation, sizes = vllm_config.compilation_config, trial.compilation_config.cudagraph_capture_sizes
+    step = vllm_config.uniform_decode_query_len
+    kept = [size for size in sizes if size >= fewest]
+    dropped = [size for size in sizes if size < fewest]
+    because = f"VLLM_EXL3_TRELLIS_MIN_M={fewest} leaves them to the parity path"
+    if any(-(-size // step) * step <= sizes[-1] for size in kept):  # rounded up as above
+        if dropped:
+            logger.warning("EXL3: no CUDA graphs of %s rows: %s", ", ".join(map(str, dropped)), because)
+        compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = kept, kept[-1]
+    elif sizes and not keep_mode:
+        logger.warning("EXL3: no CUDA graphs, of at most %d rows here: %s", sizes[-1], because)
+        compilation.cudagraph_mode = CUDAGraphMode.NONE
 
 
 def split_experts(experts: Mapping[str, ExpertsSpec], vllm_config: VllmConfig) -> list[str]:
