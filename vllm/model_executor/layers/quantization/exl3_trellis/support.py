@@ -11,11 +11,16 @@ import vllm.envs as envs
 from vllm.logger import init_logger
 
 from .moe_plan import PARITY, Limits, require_limits
+from .placement import split_blocks
+from .repository import model_contents
+from .safetensors_headers import CheckpointError
 from .slabs import legal_tp, tp_refusal
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
+    from vllm.model_executor.layers.quantization.exl3 import EXL3Config
 
+    from .contents import Contents
     from .experts import ExpertsSpec
 
 logger = init_logger(__name__)
@@ -116,14 +121,40 @@ def _drop_short_graphs(vllm_config: VllmConfig, fewest: int, keep_mode: bool) ->
         compilation.cudagraph_mode = CUDAGraphMode.NONE
 
 
-def split_experts(experts: Mapping[str, ExpertsSpec], vllm_config: VllmConfig) -> list[str]:
-    """Why this many ranks cannot share the routed experts; one message for all layers that say the same.
+def split_model(contents: Contents | EXL3Config, model: ModelConfig, parallel: ParallelConfig) -> list[str]:
+    """Why the ranks of `parallel` cannot share the EXL3 modules of `model`."""
+    tp = parallel.tensor_parallel_size
+    problems = split_blocks(contents.linears, tp) if tp > 1 else []
+    return problems + _split_experts(contents.experts, model, parallel)
+
+
+def draft_problems(vllm_config: VllmConfig) -> list[str]:
+    """What is wrong with a draft that is another EXL3 checkpoint than its target; its headers are read for it.
+
+    A worker would say the same, when it has loaded the target.
+    """
+    speculation, target = vllm_config.speculative_config, vllm_config.model_config
+    draft = getattr(speculation, "draft_model_config", None)
+    if (
+        draft is None
+        or draft.quantization != "exl3"
+        or (draft.model, draft.revision) == (target.model, target.revision)
+    ):
+        return []
+    try:
+        problems = split_model(model_contents(draft.model, draft.revision), draft, speculation.draft_parallel_config)
+    except CheckpointError as error:
+        problems = error.problems
+    return [f"draft {draft.model}: {problem}" for problem in problems]
+
+
+def _split_experts(experts: Mapping[str, ExpertsSpec], model: ModelConfig, parallel: ParallelConfig) -> list[str]:
+    """One message for all layers that say the same.
 
     vLLM cuts experts over every device of data and tensor parallelism together.
     """
-    parallel = vllm_config.parallel_config
     tp = parallel.tensor_parallel_size * parallel.data_parallel_size * parallel.prefill_context_parallel_size
-    config = vllm_config.model_config.hf_text_config
+    config = model.hf_text_config
     problems: dict[str, tuple[str, int]] = {}
     for prefix, spec in experts.items():
         stored = (spec.ranks or 1) * spec.width
