@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,3 +128,42 @@ def test_every_microbatch_has_its_workspaces(
         setattr(config.parallel_config, name, value)  # the CPU platform would refuse them
     start_worker(config)
     assert workspace_manager()._num_ubatches == microbatches
+
+
+@pytest.mark.parametrize(
+    ("model", "level", "tags", "said"),
+    [
+        ("exl3", 2, None, 1),
+        ("exl3", 2, ["weights"], 1),
+        ("exl3", 2, ["kv_cache"], 0),  # the weights are still away
+        ("exl3", 1, None, 0),
+        ("plain", 2, None, 0),
+    ],
+)
+def test_waking_without_weights_is_said(
+    folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog_vllm: pytest.LogCaptureFixture,
+    model: str,
+    level: int,
+    tags: list[str] | None,
+    said: int,
+) -> None:
+    from vllm.v1.worker import gpu_worker
+
+    for name, answer in (("synchronize", None), ("get_memory_info", (1, 1))):
+        monkeypatch.setattr(torch.accelerator, name, lambda answer=answer: answer)
+    worker = object.__new__(gpu_worker.Worker)
+    worker.vllm_config = vllm_config(folders[model])
+    worker.model_config, worker.device = worker.vllm_config.model_config, torch.device("cpu")
+    layer = torch.nn.Module()
+    layer.register_buffer("cos_sin_cache", torch.ones(2))
+    worker.model_runner = SimpleNamespace(model=layer, post_kv_cache_wake_up=lambda: None)
+    worker._sleep_mode_backend = SimpleNamespace(suspend=lambda level: None, resume=lambda tags: None)
+    worker._sleep_saved_parameters, worker._sleep_saved_buffers, worker._sleep_saved_draft_buffers = {}, {}, {}
+    worker.get_draft_model = worker.synchronize_device = lambda: None
+    worker.sleep(level)
+    assert not caplog_vllm.text.count("EXL3: sleeping")
+    worker.wake_up(tags)
+    warning = "EXL3: sleeping at level 2 discarded the weights; every answer is noise until reload_weights"
+    assert caplog_vllm.messages.count(warning) == said
