@@ -134,12 +134,10 @@ def draft_problems(vllm_config: VllmConfig) -> list[str]:
     A worker would say the same, when it has loaded the target.
     """
     speculation, target = vllm_config.speculative_config, vllm_config.model_config
-    draft = getattr(speculation, "draft_model_config", None)
-    if (
-        draft is None
-        or draft.quantization != "exl3"
-        or (draft.model, draft.revision) == (target.model, target.revision)
-    ):
+    draft = speculation.draft_model_config if speculation is not None else None
+    if speculation is None or draft is None or draft.quantization != "exl3":
+        return []
+    if (draft.model, draft.revision) == (target.model, target.revision):
         return []
     try:
         problems = split_model(model_contents(draft.model, draft.revision), draft, speculation.draft_parallel_config)
