@@ -94,7 +94,7 @@ KNOBS: tuple[Knob, ...] = (
         parse=_rows,
         wanted=_ROWS,
         default=None,
-        help="fewest rows that the planned MoE runs; fewer go through the parity path",
+        help="fewest rows that the planned MoE runs; fewer go through the parity path; CUDA graphs start there too",
     ),
     Knob(
         name="VLLM_EXL3_TRELLIS_MAX_M",

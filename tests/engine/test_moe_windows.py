@@ -12,17 +12,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch.nn import Module
 
 from tests.engine.scoring import greedy
 from tests.engine.test_mtp import PROMPTS, TOKENS, continue_prompts, draft_of, spoil, stamped, target_of
+from tests.exl3_trellis.planned_experts import SPEC
 from tests.exl3_trellis.recording import Recording, windows_of
 from tests.oracle import Oracle
 from validate.__main__ import main as validate
-from vllm.config import CompilationConfig, CUDAGraphMode
 from vllm.model_executor.layers import quantization
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.quantization.exl3 import EXL3Config
-from vllm.model_executor.layers.quantization.exl3_trellis.support import limit_graphs
+from vllm.model_executor.layers.quantization.exl3_trellis import moe_method
+from vllm.model_executor.layers.quantization.exl3_trellis.moe_method import EXL3MoEMethod
+from vllm.model_executor.layers.quantization.exl3_trellis.scratch import Model, Owner
 
 QWEN = "--family qwen3_moe --layers 2 --first-dense 0 --layout per_expert --rates 3,4 --tp 2 --seed 3"
 GLM = "--family glm4_moe --layers 2 --drafts 1 --agreeing --layout shared_h --rates 3,4 --tp 2 --seed 3"
@@ -165,6 +169,57 @@ def test_a_provider_that_disagrees_stops_the_start_by_name(engine, make, recorde
         greedy(engine(make(QWEN)), PROMPTS[2], 1)  # a GPU's engine does not get that far
 
 
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize(
+    ("refusing", "message"),
+    [
+        (("plans", "parity"), "no EXL3 kernel for .* experts .*: recording: too old; torch: too old"),
+        (("parity",), "no EXL3 kernel for the parity rows of routed experts: torch: too old"),
+    ],
+)
+def test_that_nobody_can_run_them_is_said_before_a_weight_is_read(
+    engine, make, recorded, read, refusing, message, load_format
+):
+    for name in refusing:
+        getattr(recorded, name).refusal = "too old"
+    with pytest.raises(Exception, match=message):
+        engine(make(QWEN), load_format=load_format)
+    assert not read
+    assert not recorded.plans.prepared
+
+
+def test_providers_are_asked_once_whatever_is_reloaded(engine, make, recorded, read):
+    llm = engine(make(QWEN))
+    assert read  # by the same counter as above
+    asked = recorded.plans.asked
+    assert asked == 2  # layers
+    llm.collective_rpc("reload_weights")
+    assert recorded.plans.prepared == 4
+    assert recorded.plans.asked == asked
+
+
+def test_a_layer_on_the_meta_device_chooses_when_it_has_another(recorded, monkeypatch):
+    monkeypatch.setattr(moe_method, "capacity_of", lambda config: 24)
+    parallel = SimpleNamespace(use_ep=False, tp_size=1, tp_rank=0)
+    moe = SimpleNamespace(moe_parallel_config=parallel, has_bias=False, is_act_and_mul=True, swiglu_limit=None)
+    routed = {"activation": MoEActivation.SILU, "top_k": 2, "apply_router_weight_on_input": False, "swiglu_limit": None}
+    layer, method = Module(), EXL3MoEMethod(moe, SPEC, "experts", print, dummy=True, providers=recorded.moe_providers)
+    layer.layer_name, layer.moe_config = "experts", moe
+    layer.exl3_owner = Owner(model=Model(), role="target", device="cpu", capacity=24)
+    for name, value in routed.items():
+        setattr(layer, name, value)
+    with torch.device("meta"):
+        method.create_weights(layer, SPEC.count, SPEC.hidden, 2 * SPEC.width, torch.float32)
+    assert recorded.plans.asked == 0
+    for name, param in list(layer.named_parameters()):  # as vLLM puts tensors in their place
+        real = torch.nn.Parameter(torch.empty_like(param, device="cpu"), requires_grad=False)
+        real.__dict__.update(param.__dict__)
+        layer.register_parameter(name, real)
+    method.process_weights_after_loading(layer)
+    assert recorded.plans.asked == 1
+    assert layer.exl3_moe.routes["decode"].backend is recorded.plans
+
+
 def test_path_of_every_layer_is_logged(engine, make, recorded, caplog_vllm, monkeypatch):
     monkeypatch.setenv("VLLM_EXL3_LOG_PATH_SELECTION", "1")
     engine(make(QWEN), dtype="bfloat16")
@@ -206,27 +261,3 @@ def test_memory_remembered_for_the_next_start_is_that_of_the_same_arenas(make, m
         config = EngineArgs(model=str(folder), max_model_len=256, max_num_batched_tokens=256).create_engine_config()
         found.add(compute_plan_fingerprint(config, 0, 1))
     assert len(found) == (2 if remembering else 1)  # the same configuration is part of the compile cache's key
-
-
-# environment, rows of a uniform decode step, what the user chose -> mode, most rows of a graph
-GRAPHS = [
-    ({}, 1, {}, None, None),
-    ({"PREFILL_TRELLIS": "0"}, 1, {}, None, 32),
-    ({"PREFILL_TRELLIS": "0"}, 3, {}, None, 30),  # 32 would be rounded up to 33
-    ({"PREFILL_TRELLIS": "0"}, 4, {"cudagraph_capture_sizes": [64]}, None, None),
-    ({"FUSED": "0"}, 1, {}, CUDAGraphMode.NONE, None),
-    ({"BACKEND": "exllamav3"}, 1, {}, CUDAGraphMode.NONE, None),
-    ({"FUSED": "0"}, 1, {"cudagraph_mode": CUDAGraphMode.PIECEWISE}, CUDAGraphMode.PIECEWISE, None),
-]
-
-
-@pytest.mark.parametrize(("variables", "step", "chosen", "mode", "most"), GRAPHS)
-def test_default_graphs_hold_no_parity_path(monkeypatch, variables, step, chosen, mode, most):
-    for name, value in variables.items():
-        monkeypatch.setenv(f"VLLM_EXL3_{name}", value)
-    compilation = CompilationConfig(**chosen)
-    scheduler = SimpleNamespace(max_num_batched_tokens=4096)
-    limit_graphs(
-        SimpleNamespace(compilation_config=compilation, scheduler_config=scheduler, uniform_decode_query_len=step)
-    )
-    assert (compilation.cudagraph_mode, compilation.max_cudagraph_capture_size) == (mode, most)

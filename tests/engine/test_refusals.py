@@ -106,6 +106,23 @@ def _break(folder: Path, change: Callable[[Tensors], None]) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
+def _draft_beside(checkpoint: Path, arguments: str = "dense") -> Path:
+    folder = checkpoint.with_name("draft")
+    form, *rest = arguments.split()
+    assert validate(["make-checkpoint", form, str(folder), *rest]) == 0
+    return folder
+
+
+def _configure(target: Path, draft: Path, tp: int = 1) -> None:
+    """What the front-end does before it starts an engine."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    speculation = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 2}
+    EngineArgs(
+        model=str(target), max_model_len=256, speculative_config=speculation, tensor_parallel_size=tp
+    ).create_engine_config()
+
+
 def _truncate(folder: Path) -> str:
     path = folder / "model.safetensors"
     data = path.read_bytes()
@@ -161,6 +178,34 @@ def test_an_eagle_head_stored_as_exl3_is_refused(engine, checkpoint):
     message = "--speculative-config of method eagle: want its head unquantized, this one is EXL3"
     with pytest.raises(Exception, match=re.escape(message)):
         engine(checkpoint, speculative_config=speculation)
+
+
+@pytest.mark.parametrize("wrong", ["length of suh", "rate", "nothing is EXL3"])
+def test_a_broken_draft_is_refused_before_its_target_is_loaded(checkpoint, wrong):
+    draft = _draft_beside(checkpoint)
+    _configure(checkpoint, draft)
+    change, message = BROKEN[wrong]
+    _break(draft, change)
+    with pytest.raises(Exception, match=re.escape(f"draft {draft}: ")) as refusal:
+        _configure(checkpoint, draft)
+    assert message in str(refusal.value)
+
+
+def test_ranks_that_cannot_share_a_draft_are_refused_before_its_target_is_loaded(checkpoint):
+    draft = _draft_beside(checkpoint, "dense --hidden 256 --heads 2 --kv-heads 2 --head-dim 64 --intermediate 512")
+    message = f"draft {draft}: model.layers.0.self_attn.o_proj.trellis: tensor parallel size 2 cuts its 128 inputs"
+    with pytest.raises(Exception, match=re.escape(message)):
+        _configure(checkpoint, draft, tp=2)
+
+
+@pytest.mark.slow
+def test_server_refuses_a_broken_draft_before_a_worker_starts(checkpoint, tmp_path):
+    draft = _draft_beside(checkpoint)
+    _break(draft, BROKEN["length of suh"][0])
+    speculation = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 2}
+    message = f"draft {draft}: {BROKEN['length of suh'][1]}"
+    _refused_over_cli(checkpoint, tmp_path, message, "--speculative-config", json.dumps(speculation))
+    assert "EngineCore" not in (tmp_path / "refused.log").read_text()
 
 
 def test_variables_that_contradict_each_other_are_refused(engine, checkpoint, monkeypatch):

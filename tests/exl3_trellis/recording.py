@@ -48,6 +48,7 @@ class Recording:
     name: str = "recording"
     capturable: bool = True
     refusal: str = ""
+    asked: int = 0  # whether it can run
     disagrees: bool = False
     calls: list[Call] = field(default_factory=list)
     planned: list[RecordedPlan] = field(default_factory=list)
@@ -59,6 +60,7 @@ class Recording:
     checked: list[MoeQuery] = field(default_factory=list)
 
     def can_run(self, query: MoeQuery, device: Device) -> tuple[bool, str]:
+        self.asked += 1
         return not self.refusal, self.refusal
 
     def plan(self, query: MoeQuery, device: Device, window: Window) -> RecordedPlan:

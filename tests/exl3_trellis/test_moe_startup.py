@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
+import re
 import threading
 import weakref
 from typing import Any
@@ -24,6 +25,7 @@ from tests.exl3_trellis.planned_experts import (
     planned,
 )
 from tests.exl3_trellis.recording import BYTES_A_ROW, Recording, windows_of
+from vllm.model_executor.layers.quantization.exl3_trellis import moe_startup
 from vllm.model_executor.layers.quantization.exl3_trellis.moe_plan import Limits
 from vllm.model_executor.layers.quantization.exl3_trellis.moe_startup import startup_of
 from vllm.model_executor.layers.quantization.exl3_trellis.plan import NoBackendError
@@ -64,6 +66,43 @@ def test_capacity_bounds_the_arena():
         planned(owner, both(), dataclasses.replace(LIMITS, capacity=capacity))
         needs.append(startup_of(owner).need)
     assert needs == [9 * BYTES_A_ROW, 18 * BYTES_A_ROW]
+
+
+# bytes free -> what the message advises; a row takes BYTES_A_ROW, the capacity is 16, the decode plan takes 4 rows
+TOO_LITTLE = {
+    8 * BYTES_A_ROW + 256: "set VLLM_EXL3_PREFILL_CAPACITY=8 (now 16): an arena of 0.0 MiB, less leaves more",
+    8 * BYTES_A_ROW + 255: "set VLLM_EXL3_PREFILL_CAPACITY=5 (now 16): an arena of 0.0 MiB, less leaves more",
+    5 * BYTES_A_ROW + 255: "no VLLM_EXL3_PREFILL_CAPACITY makes it fit; lower --max-num-batched-tokens",
+}
+
+
+@pytest.mark.parametrize(("free", "advice"), TOO_LITTLE.items())
+def test_an_arena_that_does_not_fit_says_what_would(monkeypatch, free, advice):
+    layer = planned(owner_of(), both(), dataclasses.replace(LIMITS, capacity=16))
+    given = activations(3)
+
+    def allocate(size: int, **options: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(moe_startup, "free_bytes", lambda device: free)
+    monkeypatch.setattr(moe_startup.torch, "empty", allocate)
+    found = f"EXL3 experts of the target work in an arena of 0.0 MiB, and cpu has 0.0 MiB free: {advice}"
+    with pytest.raises(RuntimeError, match=re.escape(found)) as error:
+        layer.experts.startup.arena(layer.experts.owner)
+    assert isinstance(error.value.__cause__, torch.OutOfMemoryError)
+    monkeypatch.undo()
+    layer(*given)  # nothing is left that keeps it from another try
+
+
+def test_without_a_prefill_plan_no_capacity_is_advised(monkeypatch):
+    layer = planned(owner_of(), both(), dataclasses.replace(LIMITS, prefill=False))
+
+    def allocate(size: int, device: str) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(moe_startup, "aligned", allocate)
+    with pytest.raises(RuntimeError, match="no VLLM_EXL3_PREFILL_CAPACITY makes it fit"):
+        arena_of(layer)
 
 
 def test_the_first_rows_warm_every_plan_of_the_owner_and_no_other(caplog):

@@ -231,8 +231,23 @@ def test_makes_nothing_once_workspaces_are_locked(manager: Any) -> None:
     arena = scratch(owner, "arena", object)
     manager.lock()
     assert scratch(owner, "arena", object) is arena
-    with pytest.raises(RuntimeError, match=r"'staging' \(target, cpu, 64 rows, workspace 0\) was not made before"):
+    with pytest.raises(
+        RuntimeError, match=r"'staging' \(target, cpu, 64 rows, microbatch 0, lane 0\) was not made before"
+    ):
         scratch(owner, "staging", object)
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_another_engines_manager_changes_no_slot(manager: Any, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each engine of a process makes the manager anew, with lanes of its own number; graphs keep the addresses."""
+    from vllm.v1.worker import workspace
+
+    monkeypatch.setattr(workspace, "dbo_current_ubatch_id", lambda: 1)
+    owner = owner_with(model=Model())
+    arena = scratch(owner, "arena", object)
+    workspace.init_workspace_manager(manager._device, 2, lanes)
+    workspace.lock_workspace()
+    assert scratch(owner, "arena", object) is arena
 
 
 @pytest.mark.parametrize(

@@ -59,10 +59,10 @@ def test_add_and_drop_undo_each_other(checkout: Path) -> None:
 
 
 def test_drop_moves_what_comes_after(checkout: Path) -> None:
-    old = parse(AFTER_IT, contents(checkout)[AFTER_IT]).edits[0].hunks[0].old_start
+    old = parse(AFTER_IT, contents(checkout)[AFTER_IT]).edits[0].hunks[1].old_start
     assert main(["drop", "vllm/worker-reload-draft.patch"]) == 0
     assert main(["drop", FIRST_OF_WORKER]) == 0
-    assert parse(AFTER_IT, contents(checkout)[AFTER_IT]).edits[0].hunks[0].old_start == old - 1
+    assert parse(AFTER_IT, contents(checkout)[AFTER_IT]).edits[0].hunks[1].old_start == old + 4
     assert locked(checkout)
 
 

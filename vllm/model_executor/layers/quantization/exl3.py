@@ -28,13 +28,13 @@ from .exl3_trellis.expert_names import find_experts
 from .exl3_trellis.experts import ExpertsSpec
 from .exl3_trellis.linear_method import EXL3LinearMethod
 from .exl3_trellis.moe_method import EXL3MoEMethod
-from .exl3_trellis.placement import Source, split_blocks
+from .exl3_trellis.placement import Source
 from .exl3_trellis.progress import Progress
 from .exl3_trellis.repository import local_folder, model_contents
 from .exl3_trellis.role import DRAFT_PREFIX, stamp
 from .exl3_trellis.safetensors_headers import CheckpointError
 from .exl3_trellis.scratch import ModelRef
-from .exl3_trellis.support import limit_graphs, limit_linear_graphs, require_supported, split_experts
+from .exl3_trellis.support import draft_problems, limit_graphs, limit_linear_graphs, require_supported, split_model
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -126,9 +126,8 @@ class EXL3Config(QuantizationConfig):
     def verify_with_vllm_config(self, vllm_config: VllmConfig) -> None:
         """Refuse what EXL3 does not work with, before anything is loaded."""
         require_supported(vllm_config, bool(self.experts))
-        tp = vllm_config.parallel_config.tensor_parallel_size
-        problems = split_blocks(self.linears, tp) if tp > 1 else []
-        if problems := problems + split_experts(self.experts, vllm_config):
+        problems = split_model(self, vllm_config.model_config, vllm_config.parallel_config)
+        if problems := problems + draft_problems(vllm_config):
             raise CheckpointError(problems)
         if self.experts:
             limit_graphs(vllm_config)

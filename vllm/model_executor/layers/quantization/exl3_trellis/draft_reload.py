@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reload a draft from disk beside its target: after sleeping at level 2 both have lost their weights.
+"""After sleeping at level 2 target and draft have lost their weights: say so, and reload the draft with its target.
 
 What a draft shares with its target (embedding, head) is reloaded with the target.  The draft's own stored copies of it
 are left out: they may differ in rate, or in value.
@@ -11,13 +11,24 @@ import copy
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from vllm.logger import init_logger
+
 from .role import drafts_with_exl3
 
 if TYPE_CHECKING:
     import torch
     from torch.nn import Module
 
+    from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
 SHARED = ("embed_tokens", "lm_head", "shared_head.head")  # module names that drafts share, in checkpoints and in vLLM
+
+
+def warn_of_discarded(vllm_config: VllmConfig) -> None:
+    """Say what is to be done, if target or draft is an EXL3 checkpoint; for a worker that wakes from level 2."""
+    if vllm_config.model_config.quantization == "exl3" or drafts_with_exl3(vllm_config):
+        logger.warning("EXL3: sleeping at level 2 discarded the weights; every answer is noise until reload_weights")
 
 
 def reload_draft(

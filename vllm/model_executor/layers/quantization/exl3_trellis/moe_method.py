@@ -31,7 +31,7 @@ from .expert_names import HeldExperts
 from .experts import ExpertsSpec
 from .layout import padded
 from .moe_dispatch import Experts, Route
-from .moe_plan import Limits, choose_experts, require_limits, windows
+from .moe_plan import Limits, Windows, choose_experts, require_limits, windows
 from .moe_startup import startup_of
 from .plan import Activation, Bank, Device, MoeQuery
 from .role import capacity_of
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 PREPARED = "exl3_"  # prefix of the parameters that hold prepared tensors
+Provider = tuple[MoeBackend, tuple[str, ...]]  # and why not those before it
 
 
 class EXL3MoEMethod(FusedMoEMethodBase):
@@ -74,6 +75,7 @@ class EXL3MoEMethod(FusedMoEMethodBase):
         self.dummy = dummy
         self.providers = providers
         self.limits = Limits.read(envs)
+        self.chosen: dict[Device, tuple[Windows, dict[str, Provider]]] = {}  # the one it runs on, once that is known
 
     def create_weights(
         self,
@@ -84,10 +86,13 @@ class EXL3MoEMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Allocate the slabs of every slice this rank runs.  Shapes come from the headers.
+        """Choose the layer's providers and allocate the slabs of every slice this rank runs.
+
+        Shapes come from the headers.  Whether anybody can run them is known here, before anything is read.
 
         Raises:
             CheckpointError: the model and the checkpoint disagree, or the tensor parallel size does not fit.
+            NoBackendError: nobody can run the layer.
             ValueError: the layer cannot be planned as the environment asks.
         """
         parallel = self.moe.moe_parallel_config
@@ -97,7 +102,19 @@ class EXL3MoEMethod(FusedMoEMethodBase):
         parts = local_parts(self.spec, intermediate, parallel.tp_size, parallel.tp_rank, self.prefix)
         layer.exl3_experts = HeldExperts(prefix=self.prefix, spec=self.spec, parts=parts)
         layer.exl3_query = self._query(layer, hidden_size, intermediate_size_per_partition, params_dtype)
+        if (where := torch.empty(0).device).type != "meta":  # there, weights have yet to find their device
+            self._choose(layer.exl3_query, Device.of(where))
         create_expert_params(layer, self.spec, parts, self.prefix)
+
+    def _choose(self, query: MoeQuery, device: Device) -> tuple[Windows, dict[str, Provider]]:
+        """The layer's windows and who serves each: the same at every reload."""
+        if device not in self.chosen:
+            forced = None if envs.VLLM_EXL3_BACKEND == "auto" else envs.VLLM_EXL3_BACKEND
+            with set_default_torch_dtype(torch.float32):
+                choice = choose_experts(query, device, self.providers(), forced, envs.VLLM_EXL3_FUSED)
+            served = windows(self.limits, query.max_rows, planned=choice.planned is not None)
+            self.chosen[device] = served, {window.name: choice.of(window.name) for window in served.all}
+        return self.chosen[device]
 
     def _check(self, layer: RoutedExperts, experts: int, hidden: int) -> None:
         spec, problems = self.spec, []
@@ -142,10 +159,10 @@ class EXL3MoEMethod(FusedMoEMethodBase):
         )
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """Choose the layer's providers, plan, and hand them the loaded slabs.
+        """Plan, and hand the layer's providers the loaded slabs.
 
         Raises:
-            NoBackendError: nobody can run the layer.
+            NoBackendError: nobody can run the layer, which was built on the meta device.
         """
         if not held_params(layer):
             return  # prepared already, and nothing was loaded since
@@ -161,10 +178,7 @@ class EXL3MoEMethod(FusedMoEMethodBase):
         query: MoeQuery = layer.exl3_query
         where = held_params(layer)[0][1].device
         device = Device.of(where)
-        forced = None if envs.VLLM_EXL3_BACKEND == "auto" else envs.VLLM_EXL3_BACKEND
-        choice = choose_experts(query, device, self.providers(), forced, envs.VLLM_EXL3_FUSED)
-        served = windows(self.limits, query.max_rows, planned=choice.planned is not None)
-        chosen = {window.name: choice.of(window.name) for window in served.all}
+        served, chosen = self._choose(query, device)
         names = self._prepare(layer, [backend for backend, _ in chosen.values()])
         startup = startup_of(layer.exl3_owner)
         routes = {

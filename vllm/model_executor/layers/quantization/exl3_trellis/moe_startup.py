@@ -15,11 +15,13 @@ import weakref
 from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from .moe_plan import kernels_of
+from .plan import Device
 from .scratch import Owner, current_lane, reserve, scratch
 
 if TYPE_CHECKING:
@@ -70,14 +72,51 @@ class Startup:
 
         Raises:
             NoBackendError: a provider disagrees with the reference on this device.
-            RuntimeError: the first call came too late.
+            RuntimeError: the first call came too late, or the device has too little memory.
         """
         if not self.ready:
             self._warm(owner)
         return self._arena(owner)
 
     def _arena(self, owner: Owner) -> torch.Tensor:
-        return scratch(owner, ("experts", self.need), lambda: aligned(self.need, owner.device))
+        return scratch(owner, ("experts", self.need), lambda: self._make_arena(owner))
+
+    def _make_arena(self, owner: Owner) -> torch.Tensor:
+        try:
+            return aligned(self.need, owner.device)
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError(self._too_large(owner)) from error
+
+    def _too_large(self, owner: Owner) -> str:
+        """That the arena does not fit, and the capacity whose arena does: the present one halved until then."""
+        free = free_bytes(owner.device)
+        found = f"EXL3 experts of the {owner.role} work in an arena of {self.need / MIB:.1f} MiB"
+        found += f", and {owner.device} has {free / MIB:.1f} MiB free"
+        windows = next(iter(self.layers.values())).windows
+        if windows.decode and windows.prefill:
+            rows, least = windows.prefill.rows, windows.decode.rows + 1
+            while rows > least:
+                rows = max(rows // 2, least)
+                need = self._need_with(rows, owner)
+                if need + ALIGNMENT <= free:
+                    hint = f"an arena of {need / MIB:.1f} MiB, less leaves more for the KV cache"
+                    return f"{found}: set VLLM_EXL3_PREFILL_CAPACITY={rows} (now {windows.prefill.rows}): {hint}"
+        return f"{found}: no VLLM_EXL3_PREFILL_CAPACITY makes it fit; lower --max-num-batched-tokens, or use more GPUs"
+
+    def _need_with(self, rows: int, owner: Owner) -> int:
+        """What `need` would be with a prefill capacity of `rows`."""
+        needs, device = [0], Device.of(torch.device(owner.device))
+        kinds = {
+            (route.backend.name, route.plan, name): (route.backend, experts)
+            for experts in self.layers.values()
+            for name, route in experts.routes.items()
+        }
+        for (_, plan, name), (backend, experts) in kinds.items():
+            prefill = experts.windows.prefill
+            if name == "prefill" and prefill:
+                plan = backend.plan(experts.query, device, replace(prefill, rows=rows))
+            needs.append(plan.workspace_bytes)
+        return max(needs)
 
     def _warm(self, owner: Owner) -> None:
         with owner.model.lock:
@@ -87,7 +126,7 @@ class Startup:
                 raise RuntimeError(
                     f"EXL3 experts ({owner.role}) first run inside a CUDA graph capture; want a run before"
                 )
-            reserve(owner, ("experts", self.need), lambda: aligned(self.need, owner.device))
+            reserve(owner, ("experts", self.need), lambda: self._make_arena(owner))
             arena = self._arena(owner)
             lines: dict[tuple[str, str], Line] = defaultdict(Line)
             for layer, experts in list(self.layers.items()):

@@ -99,14 +99,15 @@ def reserve(owner: Owner, name: Hashable, make: Callable[[], T]) -> None:
 
 
 Pool = Callable[[], AbstractContextManager]
+Slot = tuple[int, int]  # microbatch, lane; vLLM's own number for it changes with how many lanes its manager has
 
 
-def _get(owner: Owner, name: Hashable, make: Callable[[], T], slot: int, locked: bool, pool: Pool) -> T:
+def _get(owner: Owner, name: Hashable, make: Callable[[], T], slot: Slot, locked: bool, pool: Pool) -> T:
     key = (name, owner.role, owner.device, owner.capacity, slot, _on_second_stream(owner.device))
     with owner.model.lock:
         if key not in owner.model.held:
             if locked:
-                where = f"{owner.role}, {owner.device}, {owner.capacity} rows, workspace {slot}"
+                where = f"{owner.role}, {owner.device}, {owner.capacity} rows, microbatch {slot[0]}, lane {slot[1]}"
                 raise RuntimeError(f"{name!r} ({where}) was not made before vLLM locked its workspaces; warm it up")
             with pool():
                 owner.model.held[key] = make()
@@ -122,16 +123,17 @@ def current_lane() -> int:
     return manager._get_workspace_id() % manager._num_lanes
 
 
-def _place() -> tuple[list[int], bool, Pool]:
+def _place() -> tuple[list[Slot], bool, Pool]:
     """vLLM's current workspace, then those of the other microbatches of its lane; whether they may still grow; the pool
-    that their memory comes from."""
+    that their memory comes from.  The manager is the process's: an engine that came later may have made another."""
     workspace = sys.modules.get("vllm.v1.worker.workspace")  # unless loaded, nobody has made one
     if workspace is None or not workspace.is_workspace_manager_initialized():
-        return [0], False, nullcontext  # the CPU worker has none
+        return [(0, 0)], False, nullcontext  # the CPU worker has none
     manager = workspace.current_workspace_manager()
-    here, lanes = manager._get_workspace_id(), manager._num_lanes
-    others = range(here % lanes, lanes * manager._num_ubatches, lanes)
-    return [here, *(slot for slot in others if slot != here)], manager.is_locked(), manager._alloc_context
+    here, lane = divmod(manager._get_workspace_id(), manager._num_lanes)
+    others = (microbatch for microbatch in range(manager._num_ubatches) if microbatch != here)
+    slots = [(microbatch, lane) for microbatch in (here, *others)]
+    return slots, manager.is_locked(), manager._alloc_context
 
 
 def _on_second_stream(device: str) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -11,11 +12,16 @@ from vllm.logger import init_logger
 
 from .backends import likely
 from .moe_plan import PARITY, Limits, require_limits
+from .placement import split_blocks
+from .repository import model_contents
+from .safetensors_headers import CheckpointError
 from .slabs import legal_tp, tp_refusal
 
 if TYPE_CHECKING:
-    from vllm.config import CompilationConfig, VllmConfig
+    from vllm.config import CompilationConfig, ModelConfig, ParallelConfig, VllmConfig
+    from vllm.model_executor.layers.quantization.exl3 import EXL3Config
 
+    from .contents import Contents
     from .experts import ExpertsSpec
 
 logger = init_logger(__name__)
@@ -83,9 +89,16 @@ def limit_graphs(vllm_config: VllmConfig) -> None:
             compilation.cudagraph_mode = CUDAGraphMode.NONE
     elif not asked.prefill and rows > asked.decode_rows and not chosen.intersection(sizes):
         step = vllm_config.uniform_decode_query_len  # vLLM rounds the rows of a graph up to a multiple of it
-        most = max(1, asked.decode_rows // step) * step
-        logger.warning("EXL3: CUDA graphs of at most %d rows; more take the parity path", most)
-        compilation.max_cudagraph_capture_size = most
+        most = asked.decode_rows // step * step
+        if most:
+            logger.warning("EXL3: CUDA graphs of at most %d rows; more take the parity path", most)
+            compilation.max_cudagraph_capture_size = most
+        elif "cudagraph_mode" not in chosen:
+            plan = f"the decode plan's {asked.decode_rows} rows"
+            logger.warning("EXL3: no CUDA graphs, because %s are fewer than the %d of one request's step", plan, step)
+            compilation.cudagraph_mode = CUDAGraphMode.NONE
+    if asked.min_rows > 1 and not (compilation.cudagraph_mode == CUDAGraphMode.NONE or sizes[1] in chosen):
+        _drop_short_graphs(vllm_config, asked.min_rows, keep_mode="cudagraph_mode" in chosen)
 
 
 def limit_linear_graphs(vllm_config: VllmConfig) -> None:
@@ -111,14 +124,59 @@ def _chosen(compilation: CompilationConfig, *names: str) -> set[str]:
     return {name for name in names if getattr(compilation, name) is not None}
 
 
-def split_experts(experts: Mapping[str, ExpertsSpec], vllm_config: VllmConfig) -> list[str]:
-    """Why this many ranks cannot share the routed experts; one message for all layers that say the same.
+def _drop_short_graphs(vllm_config: VllmConfig, fewest: int, keep_mode: bool) -> None:
+    """Leave out the default CUDA graphs of fewer than `fewest` rows; batches so short are padded to the next."""
+    from vllm.config import CUDAGraphMode
+
+    trial = copy.copy(vllm_config)  # vLLM makes its list later, and only as a whole
+    trial.compilation_config = copy.copy(vllm_config.compilation_config)
+    trial._set_cudagraph_sizes()
+    compilation, sizes = vllm_config.compilation_config, trial.compilation_config.cudagraph_capture_sizes
+    step = vllm_config.uniform_decode_query_len
+    kept = [size for size in sizes if size >= fewest]
+    dropped = [size for size in sizes if size < fewest]
+    because = f"VLLM_EXL3_TRELLIS_MIN_M={fewest} leaves them to the parity path"
+    if any(-(-size // step) * step <= sizes[-1] for size in kept):  # rounded up as above
+        if dropped:
+            logger.warning("EXL3: no CUDA graphs of %s rows: %s", ", ".join(map(str, dropped)), because)
+        compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = kept, kept[-1]
+    elif sizes and not keep_mode:
+        logger.warning("EXL3: no CUDA graphs, of at most %d rows here: %s", sizes[-1], because)
+        compilation.cudagraph_mode = CUDAGraphMode.NONE
+
+
+def split_model(contents: Contents | EXL3Config, model: ModelConfig, parallel: ParallelConfig) -> list[str]:
+    """Why the ranks of `parallel` cannot share the EXL3 modules of `model`."""
+    tp = parallel.tensor_parallel_size
+    problems = split_blocks(contents.linears, tp) if tp > 1 else []
+    return problems + _split_experts(contents.experts, model, parallel)
+
+
+def draft_problems(vllm_config: VllmConfig) -> list[str]:
+    """What is wrong with a draft that is another EXL3 checkpoint than its target; its headers are read for it.
+
+    A worker would say the same, when it has loaded the target.
+    """
+    speculation, target = vllm_config.speculative_config, vllm_config.model_config
+    draft = speculation.draft_model_config if speculation is not None else None
+    if speculation is None or draft is None or draft.quantization != "exl3":
+        return []
+    if (draft.model, draft.revision) == (target.model, target.revision):
+        return []
+    try:
+        problems = split_model(model_contents(draft.model, draft.revision), draft, speculation.draft_parallel_config)
+    except CheckpointError as error:
+        problems = error.problems
+    return [f"draft {draft.model}: {problem}" for problem in problems]
+
+
+def _split_experts(experts: Mapping[str, ExpertsSpec], model: ModelConfig, parallel: ParallelConfig) -> list[str]:
+    """One message for all layers that say the same.
 
     vLLM cuts experts over every device of data and tensor parallelism together.
     """
-    parallel = vllm_config.parallel_config
     tp = parallel.tensor_parallel_size * parallel.data_parallel_size * parallel.prefill_context_parallel_size
-    config = vllm_config.model_config.hf_text_config
+    config = model.hf_text_config
     problems: dict[str, tuple[str, int]] = {}
     for prefix, spec in experts.items():
         stored = (spec.ranks or 1) * spec.width
