@@ -161,8 +161,8 @@ def draft_problems(vllm_config: VllmConfig) -> list[str]:
     draft = speculation.draft_model_config if speculation is not None else None
     if speculation is None or draft is None or draft.quantization != "exl3":
         return []
-    if (draft.model, draft.revision) == (target.model, target.revision):
-        return []
+    if draft.model in (target.model, target.model_weights):
+        return []  # stored with its target, whose headers were checked
     try:
         problems = split_model(model_contents(draft.model, draft.revision), draft, speculation.draft_parallel_config)
     except CheckpointError as error:
