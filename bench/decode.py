@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import signal
@@ -53,7 +54,7 @@ def measure_all(options: argparse.Namespace) -> dict[str, Any]:
             command = command_of(options, variant, model)
             processes[variant] = stack.enter_context(running(command, env, logs / variant))
         for variant, process in processes.items():
-            wait_for(process, logs / variant)
+            wait_for(process, logs / variant, options.ready_seconds)
         for variant, process in processes.items():
             with suppress(BrokenPipeError):
                 process.communicate("go\n")
@@ -72,6 +73,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--batches", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8])
     parser.add_argument("--tokens", type=int, default=128, help="decoded a request (%(default)s)")
     parser.add_argument("--variants", type=lambda text: text.split(","), default=["exl3", "bf16", "exllamav3"])
+    parser.add_argument("--ready-seconds", type=float, default=1800, help="leave out what starts longer (%(default)s)")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for the result")
     parser.add_argument("--variant", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -127,9 +129,15 @@ def reason(log: str) -> str:
     return errors[-1] if errors else log[-1500:]
 
 
-def wait_for(process: subprocess.Popen[str], log: Path) -> None:
-    """Until the engine is ready, or gone."""
+def wait_for(process: subprocess.Popen[str], log: Path, seconds: float = math.inf) -> None:
+    """Until the engine is ready, or gone; one that is neither in `seconds` is ended."""
+    end = time.monotonic() + seconds
     while process.poll() is None and READY not in log.read_text(errors="replace"):
+        if time.monotonic() > end:
+            with log.open("a") as out:
+                out.write(f"\nError: not ready after {seconds:g} s\n")
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         time.sleep(0.5)
 
 
