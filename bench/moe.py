@@ -29,7 +29,7 @@ from bench import moe_peers
 from bench.linear import load_exllamav3, render
 from bench.moe_layers import error, mixed, query, routing
 from bench.moe_peers import PEERS, Calls, Input, Layer
-from bench.timing import L2_MULTIPLE, microseconds
+from bench.timing import L2_MULTIPLE, microseconds, stream_bandwidth
 from vllm.model_executor.layers.quantization.exl3_trellis import ops
 from vllm.model_executor.layers.quantization.exl3_trellis.backends import b12x_library
 
@@ -124,11 +124,7 @@ def peaks(device: torch.device) -> dict[str, float]:
     a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=device) for _ in range(2))
     out = torch.empty_like(a)
     product = microseconds([lambda: torch.mm(a, b, out=out)] * 2)
-    source = torch.ones(1 << 28, device=device)
-    target = torch.empty_like(source)
-    stream = microseconds([lambda: torch.add(source, 1.0, out=target)] * 4)  # a plain copy goes another, slower way
-    bytes_per_second = 2 * source.nbytes / (stream * 1e-6)
-    return {"bytes_per_second": bytes_per_second, "flops_per_second": 2 * 8192**3 / (product * 1e-6)}
+    return {"bytes_per_second": stream_bandwidth(device), "flops_per_second": 2 * 8192**3 / (product * 1e-6)}
 
 
 def cases(options: argparse.Namespace) -> Iterator[tuple[str, str, int]]:

@@ -42,6 +42,13 @@ def microseconds(calls: Sequence[Callable[[], object]]) -> float:
     return statistics.median(window(graph, replays) for _ in range(REPEATS)) / len(calls)
 
 
+def stream_bandwidth(device: torch.device) -> float:
+    """Bytes a second, read and written, of an elementwise kernel; a plain copy goes another, slower way."""
+    source = torch.ones(1 << 28, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / (microseconds([lambda: torch.add(source, 1.0, out=target)] * 4) * 1e-6)
+
+
 def window(graph: torch.cuda.CUDAGraph, replays: int) -> float:
     """Microseconds a replay, over `replays` of them back to back."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -33,7 +33,7 @@ BLOCKS_PER_SM = 2  # what the registers of the fused kernels allow; more blocks 
 EVERY_ROW = 1 << 30
 # SM; most rows fused; most rows of SM90's kernel for many; the measurement that chose them.  The first that fits.
 CROSSOVERS = (
-    ((90, 90), 128, 512, "one H200, where each way was the fastest on average: csrc/exl3/README.md, bench/results"),
+    ((90, 90), 128, 256, "one H200, where each way was the fastest on average: csrc/exl3/README.md, bench/results"),
     ((80, 999), 128, 0, "not measured: one row tile of the widest kernel, so that each weight is decoded once"),
 )
 
