@@ -188,6 +188,7 @@ def _environment(given: Mapping[str, str], cache: Path) -> dict[str, str]:
     environment = dict(given)
     environment |= {name: str(cache / folder) for name, folder in CACHES.items()}
     environment.setdefault("HF_HOME", str(cache.parent / "huggingface"))  # downloads outlive a build
+    environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as nvidia-smi counts, so that preflight means the same
     environment.setdefault("USER", "exl3")  # torch asks for it, and an arbitrary --user has no entry in passwd
     environment.setdefault("LOGNAME", environment["USER"])
     environment.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(READY_SECONDS))

@@ -21,16 +21,16 @@ cudaError_t run(const Matrix& a) {
     return cudaGetLastError();
   }
   const int blocks = (a.columns + kBlockColumns - 1) / kBlockColumns, groups = (a.k_true + kHadamard - 1) / kHadamard;
-  int device, sms;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-  if (status != cudaSuccess) return status;
-  const int tiles = blocks * groups, most = original_blocks(kBook, kRate2) * sms, grid = tiles < most ? tiles : most;
   auto kernel = reconstruct_original_kernel<kBook, kRate2, T>;
-  constexpr int kShared = original_shared_bytes(kRate2);
-  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+  constexpr int kShared = original_shared_bytes(kRate2), kThreads = 32 * kReconstructWarps;
+  int device, sms, each;  // blocks that run on an SM at once: smaller cards have shared memory for fewer than registers
+  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+  if (status == cudaSuccess) status = cudaGetDevice(&device);
+  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+  if (status == cudaSuccess) status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, kThreads, kShared);
   if (status != cudaSuccess) return status;
-  kernel<<<grid, 32 * kReconstructWarps, kShared, a.stream>>>(
+  const int tiles = blocks * groups, most = each * sms, grid = tiles < most ? tiles : most;
+  kernel<<<grid, kThreads, kShared, a.stream>>>(
       a.trellis, a.suh, a.svh, a.n, a.k_true, a.first_block, a.columns, static_cast<T*>(a.w), a.stride, groups);
   return cudaGetLastError();
 }

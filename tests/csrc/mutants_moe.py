@@ -112,6 +112,12 @@ MOE_MUTANTS = {
     ),
     "moe-smallest-blocks-first": ("moe_route.cuh", "(args.row_tile - (to - from))", "(to - from - 1)", SIZES),
     "moe-sizes-of-one-window": ("moe_route.cuh", "next + from / args.window * kBlockSizes", "next", PASSES),
+    "moe-end-of-the-last-window": (
+        "moe_route.cuh",
+        "if (thread % kBlockSizes",
+        "if (thread < kCounters && thread % kBlockSizes",
+        SIZES,
+    ),
     "moe-round-back-off-by-one": ("moe_product.cuh", "gridDim.x - 1 - blockIdx.x", "gridDim.x - blockIdx.x", LISTS),
     "moe-id-beyond-the-last": ("moe_route.cuh", "id < args.experts", "id <= args.experts", ONE),
     "moe-nobody-is-expert-0": ("moe_route.cuh", "static_cast<int>(id) : -1", "static_cast<int>(id) : 0", ONE),

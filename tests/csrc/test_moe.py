@@ -132,7 +132,7 @@ def test_routes_of_several_chunks():
     assert same_bytes(run(of, alone, "prefill", capacity=130), whole[128:])
 
 
-@pytest.mark.parametrize("rows, tile, window", [(150, 32, 70), (230, 64, 300), (1030, 128, 900)])
+@pytest.mark.parametrize("rows, tile, window", [(150, 32, 70), (128, 32, 4), (230, 64, 300), (1030, 128, 900)])
 def test_blocks_of_a_window_are_listed_by_size(rows, tile, window):
     """Every route in one block, every block in one window; routing is skewed, and some routes are nobody's."""
     of = query([(3, 3, 3), (2, 2, 2), (4, 4, 4)] * 4, k=128)

@@ -76,6 +76,12 @@ enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) { return *value = 1, cudaSuccess; }
 
+// As many blocks as its smallest card has shared memory for.
+template <class... P>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, void (*)(P...), int, size_t shared_bytes) {
+  return *blocks = static_cast<int>(emulate::kLeastSharedBytes / (shared_bytes + 1024)), cudaSuccess;
+}
+
 inline cudaError_t& last_launch() {
   static cudaError_t status = cudaSuccess;
   return status;

@@ -97,12 +97,13 @@ class EXL3MoEMethod(FusedMoEMethodBase):
         """
         parallel = self.moe.moe_parallel_config
         self._check(layer, num_experts, hidden_size)
-        require_limits(self.limits, capacity_of(get_current_vllm_config_or_none()))
+        config = get_current_vllm_config_or_none()
+        require_limits(self.limits, capacity_of(config))
         intermediate = intermediate_size_per_partition * parallel.tp_size
         parts = local_parts(self.spec, intermediate, parallel.tp_size, parallel.tp_rank, self.prefix)
         layer.exl3_experts = HeldExperts(prefix=self.prefix, spec=self.spec, parts=parts)
         layer.exl3_query = self._query(layer, hidden_size, intermediate_size_per_partition, params_dtype)
-        if (where := torch.empty(0).device).type != "meta":  # there, weights have yet to find their device
+        if config and (where := torch.empty(0).device).type == config.device_config.device_type:  # else vLLM moves them
             self._choose(layer.exl3_query, Device.of(where))
         create_expert_params(layer, self.spec, parts, self.prefix)
 
@@ -162,7 +163,7 @@ class EXL3MoEMethod(FusedMoEMethodBase):
         """Plan, and hand the layer's providers the loaded slabs.
 
         Raises:
-            NoBackendError: nobody can run the layer, which was built on the meta device.
+            NoBackendError: nobody can run the layer, which was built on another device.
         """
         if not held_params(layer):
             return  # prepared already, and nothing was loaded since

@@ -182,7 +182,7 @@ class Line:
         if device.startswith("cuda"):
             torch.cuda.empty_cache()  # what a check has worked in
         self.seconds += time.monotonic() - began
-        self.held += free - free_bytes(device)
+        self.held += max(0, free - free_bytes(device))  # others on the card may let go of some meanwhile
 
     def text(self, need: int) -> str:
         """In words."""

@@ -73,6 +73,13 @@ class LinearQuery:
         """Columns of the output."""
         return sum(shard.width for shard in self.shards)
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The shards as operators take them: n, first, width and 2 * rate of each."""
+        return tuple(
+            number for shard in self.shards for number in (shard.n, shard.first, shard.width, round(2 * shard.rate))
+        )
+
     def __str__(self) -> str:
         parts = ", ".join(f"{s.codebook} {s.rate:g} bit x {s.n}" for s in self.shards)
         return f"linear {self.k} -> [{parts}] {self.io_dtype}"

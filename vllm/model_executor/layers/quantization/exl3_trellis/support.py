@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM offers that EXL3 checkpoints cannot be combined with: refused at start, by one message."""
+"""What of vLLM's EXL3 checkpoints cannot be combined with, refused at start by one message; and the CUDA graphs that
+vLLM would capture by default but that no provider could fill."""
 
 from __future__ import annotations
 
@@ -163,8 +164,11 @@ def draft_problems(vllm_config: VllmConfig) -> list[str]:
         return []
     if draft.model in (target.model, target.model_weights):
         return []  # stored with its target, whose headers were checked
+    parallel = copy.copy(speculation.draft_parallel_config)  # of its own it has the tensor parallel size only
+    parallel.data_parallel_size = vllm_config.parallel_config.data_parallel_size
+    parallel.prefill_context_parallel_size = vllm_config.parallel_config.prefill_context_parallel_size
     try:
-        problems = split_model(model_contents(draft.model, draft.revision), draft, speculation.draft_parallel_config)
+        problems = split_model(model_contents(draft.model, draft.revision), draft, parallel)
     except CheckpointError as error:
         problems = error.problems
     return [f"draft {draft.model}: {problem}" for problem in problems]

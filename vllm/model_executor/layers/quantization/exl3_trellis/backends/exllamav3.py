@@ -55,10 +55,7 @@ def can_run(query: LinearQuery, device: Device) -> tuple[bool, str]:
 
 def plan(query: LinearQuery, device: Device) -> ParityPlan:
     """The shards as they are: the extension chooses how to cut a product itself."""
-    shards: list[int] = []
-    for shard in query.shards:
-        shards += (shard.n, shard.first, shard.width, round(2 * shard.rate))
-    return ParityPlan(query=query, shards=tuple(shards), codebook=ops.CODEBOOK_CODES[query.shards[0].codebook])
+    return ParityPlan(query=query, shards=query.numbers, codebook=ops.CODEBOOK_CODES[query.shards[0].codebook])
 
 
 def prepare(plan: ParityPlan, weights: LinearWeights) -> dict[str, torch.Tensor]:

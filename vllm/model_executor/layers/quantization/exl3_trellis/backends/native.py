@@ -75,9 +75,6 @@ def can_run(query: LinearQuery, device: Device) -> tuple[bool, str]:
 
 def plan(query: LinearQuery, device: Device) -> NativePlan:
     """Cut the product for this card."""
-    shards: list[int] = []
-    for shard in query.shards:
-        shards += (shard.n, shard.first, shard.width, round(2 * shard.rate))
     splits = splits_for(query, device)
     rows, many = crossover(device)
     if not query.fused:
@@ -86,7 +83,7 @@ def plan(query: LinearQuery, device: Device) -> NativePlan:
         rows, many = query.max_rows, 0
     return NativePlan(
         query=query,
-        shards=tuple(shards),
+        shards=query.numbers,
         codebook=ops.CODEBOOK_CODES[query.shards[0].codebook],
         splits=splits,
         fused_rows=min(rows, query.max_rows),

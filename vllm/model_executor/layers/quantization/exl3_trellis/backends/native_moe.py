@@ -148,8 +148,8 @@ def _prefill(query: MoeQuery, rows: int, device: Device) -> Cut:
 def row_tile(experts: int, routes: int) -> int:
     """Rows of a prefill block: the least that 2.5 average experts fit into, for routing is uneven.
 
-    H200, GLM-5.2 at TP4, 3 bits, 512 rows: blocks of 32 and 64 rows take 1034 and 1069 µs with balanced routing, 1330
-    and 1223 with Zipf; 1,024 rows in 64 and 128: 1174 and 1248, 1647 and 1608 (csrc/exl3/README.md).
+    H200, GLM-5.2 at TP4, 3 bits, 512 rows: blocks of 32 and 64 rows take 1034 and 1069 µs with balanced routing, 1312
+    and 1252 with Zipf; 1,024 rows in 64 and 128: 1174 and 1248, 1681 and 1686 (csrc/exl3/README.md).
     """
     average = routes / experts
     return next((tile for tile in PREFILL_TILES if average * 2.5 <= tile), PREFILL_TILES[-1])

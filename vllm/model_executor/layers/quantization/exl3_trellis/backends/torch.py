@@ -52,11 +52,8 @@ def can_run(query: LinearQuery, device: Device) -> tuple[bool, str]:
 
 def plan(query: LinearQuery, device: Device) -> TorchPlan:
     """Decode once where memory is the host's."""
-    shards: list[int] = []
-    for shard in query.shards:
-        shards += (shard.n, shard.first, shard.width, round(2 * shard.rate))
     codebooks = tuple(ops.CODEBOOK_CODES[shard.codebook] for shard in query.shards)
-    return TorchPlan(query=query, decode_once=device.kind == "cpu", shards=tuple(shards), codebooks=codebooks)
+    return TorchPlan(query=query, decode_once=device.kind == "cpu", shards=query.numbers, codebooks=codebooks)
 
 
 def prepare(plan: TorchPlan, weights: LinearWeights) -> dict[str, torch.Tensor]:
