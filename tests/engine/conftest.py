@@ -21,6 +21,9 @@ SHARED_DATA = ROOT.parent / "shared" / "data"
 SMOLLM2 = SHARED_DATA / "smollm2-135m-instruct-exl3-3.0bpw"
 
 Engine = Any  # vllm.LLM
+# Of latent attention, whatever the processor: upstream prefers AMX's, which takes bfloat16 and 576 channels only, and
+# asks for neither.
+LATENT_ATTENTION = "CPU_MLA"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -38,8 +41,11 @@ def engine() -> Iterator[Callable[..., Engine]]:
 
     def start(model: Path | str, **options: Any) -> Engine:
         defaults = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "seed": 0}
+        defaults["attention_backend"] = LATENT_ATTENTION
         if options.get("tensor_parallel_size", 1) == 1:
             defaults["distributed_executor_backend"] = "uni"
+        if speculation := options.get("speculative_config"):
+            options["speculative_config"] = {"attention_backend": LATENT_ATTENTION} | speculation
         try:
             started.append(LLM(str(model), **(defaults | options)))
         except BaseException:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.engine.conftest import LATENT_ATTENTION
 from tests.engine.server import free_port
 from validate.__main__ import main as validate
 
@@ -74,8 +75,9 @@ def load(one_process: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., to
         # Missing layers are remembered by the model's address, which the model of another stage may have had.
         monkeypatch.setattr(utils, "_model_to_pp_missing_layer_names", {})
         config = EngineArgs(
-            model=str(folder), dtype="float32", enforce_eager=True, max_model_len=256, speculative_config=speculation
-        ).create_engine_config()
+            model=str(folder), dtype="float32", enforce_eager=True, max_model_len=256, speculative_config=speculation,
+            attention_backend=LATENT_ATTENTION,
+        ).create_engine_config()  # fmt: skip
         model_config = config.speculative_config.draft_model_config if draft else config.model_config
         with set_current_vllm_config(config), set_model_tag("eagle_head") if draft else nullcontext():
             return get_model(vllm_config=config, model_config=model_config)
