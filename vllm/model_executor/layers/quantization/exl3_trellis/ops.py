@@ -13,7 +13,7 @@ stream, graph and engine gets its own, nothing outlives a call, and a captured g
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -142,29 +142,18 @@ def _dense(
     codebook: int,
     chunk_columns: int,
 ) -> None:
-    trellis, suh, svh = weights
     buffer = scratch(x, dense_scratch_bytes(x.shape[1], shards, chunk_columns, x.element_size()))
-    words, column, out = 0, 0, 0
-    for index in range(len(shards) // SHARD_INTS):
-        n, first, width, rate2 = shards[SHARD_INTS * index : SHARD_INTS * (index + 1)]
-        size = k * n // 256 * 8 * rate2
-        for start in range(first // 128 * 128, first + width, chunk_columns):
+    out = 0
+    for tiles, suh, svh, kept in split(*weights, k, shards):
+        n, rate2 = svh.shape[0], tiles.shape[2] // 8
+        for start in range(kept.start // 128 * 128, kept.stop, chunk_columns):
             columns = min(chunk_columns, n - start)
             dense = buffer[: x.shape[1] * columns * x.element_size()].view(x.dtype).view(x.shape[1], columns)
-            torch.ops.exl3.reconstruct_original(
-                dense,
-                trellis[words : words + size],
-                suh[k * index : k * (index + 1)],
-                svh[column : column + n],
-                n,
-                start // 128,
-                rate2,
-                codebook,
-            )
-            left, right = max(first, start), min(first + width, start + columns)
-            into = y[:, out + left - first : out + right - first]
+            torch.ops.exl3.reconstruct_original(dense, tiles.view(-1), suh, svh, n, start // 128, rate2, codebook)
+            left, right = max(kept.start, start), min(kept.stop, start + columns)
+            into = y[:, out + left - kept.start : out + right - kept.start]
             torch.mm(x, dense[:, left - start : right - start], out=into)
-        words, column, out = words + size, column + n, out + width
+        out += kept.stop - kept.start
 
 
 def _parity_linear(
@@ -185,13 +174,13 @@ def _parity_linear(
     a = torch.nn.functional.pad(x.half(), (0, k - x.shape[1])).contiguous()
     outputs = [
         _parity_product(a, tiles, left, right, codebook)[:, kept]
-        for tiles, left, right, kept in _split(trellis, suh, svh, k, shards)
+        for tiles, left, right, kept in split(trellis, suh, svh, k, shards)
     ]
     return torch.cat(outputs, dim=1).to(x.dtype)
 
 
-def _split(
-    trellis: torch.Tensor, suh: torch.Tensor, svh: torch.Tensor, k: int, shards: list[int]
+def split(
+    trellis: torch.Tensor, suh: torch.Tensor, svh: torch.Tensor, k: int, shards: Sequence[int]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, slice]]:
     """Of each shard: views of its trellis [k/16, n/16, 16*rate], suh [k] and svh [n], and the columns that are kept."""
     words, column = 0, 0
@@ -219,7 +208,7 @@ def _reference_linear(
     vLLM's first run a CUDA graph can hold it.
     """
     names = {code: name for name, code in CODEBOOK_CODES.items()}
-    parts = zip(_split(trellis, suh, svh, k, shards), codebooks, strict=True)
+    parts = zip(split(trellis, suh, svh, k, shards), codebooks, strict=True)
     outputs = [forward(x, tiles, left, right, names[code])[:, kept] for (tiles, left, right, kept), code in parts]
     return torch.cat(outputs, dim=1).to(x.dtype)
 

@@ -7,17 +7,14 @@ every call, which is slow and needs no memory: for comparison, and where no kern
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 
 from .. import ops
-from ..codebook import tile_words
-from ..layout import trellis_shape
-from ..plan import Device, LinearQuery, Shard
+from ..plan import Device, LinearQuery
 from ..reference import decode_dense
 from . import LinearWeights
 
@@ -63,13 +60,14 @@ def prepare(plan: TorchPlan, weights: LinearWeights) -> dict[str, torch.Tensor]:
     query = plan.query
     dense = torch.empty(query.out_width, query.width, dtype=DTYPES[query.io_dtype], device=weights.trellis.device)
     row = 0
-    for shard, trellis, suh, svh in _shards(query, weights.trellis, weights.suh, weights.svh):
+    parts = ops.split(weights.trellis, weights.suh, weights.svh, query.k, plan.shards)
+    for shard, (trellis, suh, svh, kept) in zip(query.shards, parts, strict=True):
         target = dense[row : row + shard.width].t()  # [width of x, width of the shard]
         if shard.first == 0:
             decode_dense(trellis, suh, svh, shard.codebook, out=target)
         else:  # a cut inside a block: the columns before it are decoded too
             matrix = decode_dense(trellis, suh, svh, shard.codebook, dense.dtype)
-            target.copy_(matrix[: query.width, shard.first : shard.first + shard.width])
+            target.copy_(matrix[: query.width, kept])
         row += shard.width
     return {"weight": dense}
 
@@ -80,16 +78,3 @@ def run(plan: TorchPlan, prepared: Mapping[str, torch.Tensor], x: torch.Tensor) 
         return F.linear(x, prepared["weight"])
     tensors = (prepared["trellis"], prepared["suh"], prepared["svh"])
     return ops.reference_linear(x, *tensors, plan.query.k, list(plan.shards), list(plan.codebooks))
-
-
-def _shards(
-    query: LinearQuery, trellis: torch.Tensor, suh: torch.Tensor, svh: torch.Tensor
-) -> Iterator[tuple[Shard, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Each shard with views of its own trellis [k/16, n/16, 16*rate], suh [k] and svh [n]."""
-    words = [query.k * shard.n // 256 * tile_words(shard.rate) for shard in query.shards]
-    ends = accumulate(words)
-    column = 0
-    for index, (shard, size, end) in enumerate(zip(query.shards, words, ends, strict=True)):
-        tile = trellis[end - size : end].view(trellis_shape(query.k, shard.n, shard.rate))
-        yield shard, tile, suh[index * query.k : (index + 1) * query.k], svh[column : column + shard.n]
-        column += shard.n
