@@ -80,6 +80,19 @@ def live(plans: dict[str, Plan], logs: Path) -> dict[str, Life]:
     return lives
 
 
+def differences(life: Life, alone: Life, step: int = 0) -> tuple[int, list[float]]:
+    """Places where one engine says what the other says, and the margins where the first differences are.
+
+    Behind its first difference an answer continues another text, so that nothing follows from what is there.
+    """
+    same, margins = 0, []
+    for ours, theirs, won in zip(life[step]["said"], alone[0]["said"], alone[0]["margins"], strict=True):
+        first = next((place for place, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), None)
+        same += len(ours) if first is None else first
+        margins += [] if first is None else [won[first]]
+    return same, margins
+
+
 class _Process:
     """A process that lives a plan.  Its output goes to a file, so that no pipe fills up."""
 

@@ -16,7 +16,7 @@ import torch
 
 from bench.decode import variant_of
 from tests.gpu import checkpoints
-from tests.gpu.life import Life, Plan, composed, live
+from tests.gpu.life import Life, Plan, composed, differences, live
 from tests.gpu.loads import late
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +35,7 @@ NAPS = [
     ("wake", {"reload": True}),
     SAY,
 ]
+CLOSE = 0.02  # log probabilities of the same token by different ways to multiply
 # Graphs that the user asks for; all of the scored texts' 13 rows fit into the largest.
 CAPTURED = {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
 
@@ -55,7 +56,7 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Life]:
     score = ("score", {"texts": PROMPTS[:2]})
     plans["torch"] = Plan(
         model=made["small"],
-        steps=[SAY, score, *NAPS[3:]],
+        steps=[("say", SAY[1] | {"margins": True}), score, *NAPS[3:]],
         options=half | {"enable_sleep_mode": True},
         env={"VLLM_EXL3_BACKEND": "torch"},
     )
@@ -148,14 +149,16 @@ def test_native_agrees_with_other_providers(lives, provider):
         pytest.skip("exllamav3_ext is not installed")
     ours, theirs = (torch.tensor(flat(lives[name][1]["logprobs"])) for name in ("graphs", provider))
     print(f"largest |Δ logprob| {(ours - theirs).abs().max().item():.4f}")
-    torch.testing.assert_close(ours, theirs, atol=0.02, rtol=0)
+    torch.testing.assert_close(ours, theirs, atol=CLOSE, rtol=0)
 
 
 def test_other_providers_are_captured_only_if_asked(lives):
     for name in sorted({"torch", "exllamav3"} & lives.keys()):
         assert f"EXL3: no CUDA graphs, because {name} runs the linear layers" in lives[name].log
     assert "EXL3: no CUDA graphs" not in lives["torch in graphs"].log
-    assert lives["torch in graphs"][0]["said"] == lives["torch"][0]["said"]
+    same, margins = differences(lives["torch in graphs"], lives["torch"])
+    print(f"{same} tokens the same, differences at margins {margins}")
+    assert max(margins, default=0.0) <= CLOSE  # graphs pad rows, and cuBLAS rounds by their number
 
 
 def test_the_torch_provider_says_the_same_after_losing_the_weights(lives):

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.gpu import checkpoints
-from tests.gpu.life import Life, Plan, Step, composed, live, numbered
+from tests.gpu.life import Life, Plan, Step, composed, differences, live, numbered
 from tests.gpu.loads import late
 
 LAYOUTS = ("uniform", "mixed")
@@ -104,19 +104,6 @@ def test_the_target_says_what_its_weights_say(lives, truths):
     print(f"mean |Δ logprob| {error:.4f}, top tokens equal {equal}/{places}")
     assert error <= 0.1
     assert equal >= 0.9 * places
-
-
-def differences(life: Life, alone: Life, step: int = 0) -> tuple[int, list[float]]:
-    """Places where one engine says what the other says, and the margins where the first differences are.
-
-    Behind its first difference an answer continues another text, so that nothing follows from what is there.
-    """
-    same, margins = 0, []
-    for ours, theirs, won in zip(life[step]["said"], alone[0]["said"], alone[0]["margins"], strict=True):
-        first = next((place for place, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), None)
-        same += len(ours) if first is None else first
-        margins += [] if first is None else [won[first]]
-    return same, margins
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.gpu import checkpoints
-from tests.gpu.life import Life, Plan, composed, live
-from tests.gpu.test_moe_engine import SAY, TIE, differences, drafting
+from tests.gpu.life import Life, Plan, composed, differences, live
+from tests.gpu.test_moe_engine import SAY, TIE, drafting
 
 pytestmark = [
     pytest.mark.skipif(not composed(), reason="vLLM with the overlay is not installed"),
