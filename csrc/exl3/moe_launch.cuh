@@ -12,7 +12,8 @@ cudaError_t launch_moe_shape(const MoeCall& call, const MoeStage& stage, bool de
   auto multiply = moe_product_kernel<kBook, S>;
   const cudaError_t status = cudaFuncSetAttribute(multiply, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (status != cudaSuccess) return status;
-  const Launch launch(dim3(call.args.grid), S::kThreads, shared, dependent, stream);
+  const int blocks = S::kWide ? (call.args.grid + 1) / 2 : call.args.grid;  // half as many fill the card
+  const Launch launch(dim3(blocks), S::kThreads, shared, dependent, stream);
   MoeStage sized = stage;
   sized.stage_bytes = S::stage_bytes(call.args.max_rate2);
   return cudaLaunchKernelEx(&launch.config, multiply, call, sized);

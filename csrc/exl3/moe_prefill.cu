@@ -9,6 +9,7 @@ cudaError_t launch_moe_prefill(const MoeCall& call, const MoeStage& stage, bool 
     case 32: return launch_moe_book<MoeShape<32, 4>>(call, stage, dependent, stream);
     case 64: return launch_moe_book<MoeShape<64, 3>>(call, stage, dependent, stream);
     case 128: return launch_moe_book<MoeShape<128, 2>>(call, stage, dependent, stream);
+    case 256: return launch_moe_book<MoeShape<256, 2>>(call, stage, dependent, stream);
     default: return cudaErrorInvalidValue;
   }
 }

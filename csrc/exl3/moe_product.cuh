@@ -30,7 +30,9 @@ struct MoeShape {
   static constexpr int kListed = 16;  // items in the list
   static constexpr bool kRowsInShared = kRowLoops > 2;  // registers are scarce
   static constexpr bool kWarpgroup = EXL3_WARPGROUP && kRows >= 32;
-  static constexpr int kBlocksPerSm = kRows < 64 || kWarpgroup ? 2 : 1;
+  static constexpr bool kWide = kRows > 128;  // SM90 only: all registers of an SM for one thread block
+  static constexpr int kBlocksPerSm = !kWide && (kRows < 64 || kWarpgroup) ? 2 : 1;
+  static constexpr int kTilesAtOnce = kWide ? 2 : 1;  // decoded side by side: half the warps have twice the work at hand
 
   static_assert(kSegments % kSegmentsAtOnce == 0 && kRows % kRowsAtOnce == 0, "sizes nest");
   __host__ __device__ static constexpr int stage_bytes(int rate2) { return kXStageBytes + kTileRows * kBlockTiles * 16 * rate2; }
@@ -157,31 +159,36 @@ template <class S>
 using MoeSums = float[S::kGroups][4];
 
 #if EXL3_WARPGROUP
-// sums += one stage, for as many groups of rows as there are sums. One tile is decoded while the one before is
-// multiplied.
+// sums += one stage, for as many groups of rows as there are sums. Tiles are decoded while the ones before are multiplied.
 template <Codebook kBook, int kRate2, class S, int kGroups>
 __device__ __forceinline__ void multiply_by_warpgroup(SharedAddress weights, SharedAddress x,
                                                       const LanePlace<kRate2>& place, float (&sums)[kGroups][4]) {
   constexpr int kTileRowBytes = kBlockTiles * Rate<kRate2>::kTileBytes, kTilesOfSegment = S::kSwizzled / 2 / kTile;
   const auto first = swizzled_descriptor(x);
-  uint32_t a[2][4];
+  uint32_t a[2][S::kTilesAtOnce][4];
 #pragma unroll
-  for (int tile = 0; tile < S::kTileRows; ++tile) {
-    decode_tile<kBook, kRate2>(SharedTile{weights + tile * kTileRowBytes}, place, a[tile % 2]);
+  for (int tile = 0; tile < S::kTileRows; tile += S::kTilesAtOnce) {
+    auto& decoded = a[tile / S::kTilesAtOnce % 2];
+#pragma unroll
+    for (int i = 0; i < S::kTilesAtOnce; ++i)
+      decode_tile<kBook, kRate2>(SharedTile{weights + (tile + i) * kTileRowBytes}, place, decoded[i]);
     warpgroup_arrive();
-    const int offset = tile / kTilesOfSegment * S::kSegmentBytes + tile % kTilesOfSegment * kTile * 2;
-    warpgroup_mma(sums, a[tile % 2], descriptor_after(first, offset));
+#pragma unroll
+    for (int i = 0; i < S::kTilesAtOnce; ++i) {
+      const int offset = (tile + i) / kTilesOfSegment * S::kSegmentBytes + (tile + i) % kTilesOfSegment * kTile * 2;
+      warpgroup_mma(sums, decoded[i], descriptor_after(first, offset));
+    }
     warpgroup_commit();
-    if (tile + 1 < S::kTileRows) warpgroup_wait<1>();  // the registers of the next tile are free
+    if (tile + S::kTilesAtOnce < S::kTileRows) warpgroup_wait<1>();  // the registers of the next tiles are free
   }
   warpgroup_wait<0>();
 }
 
-// The same for no more rows than the block has, rounded up to 32.
+// The same for no more rows than the block has, rounded up to 32, from 128 on to 64.
 template <Codebook kBook, int kRate2, class S, int kGroups>
 __device__ __forceinline__ void multiply_rows(SharedAddress weights, SharedAddress x, const LanePlace<kRate2>& place,
                                               int rows, MoeSums<S>& sums) {
-  constexpr int kLess = kGroups - 32 / kGroupRows;
+  constexpr int kLess = kGroups - (kGroups > 128 / kGroupRows ? 64 : 32) / kGroupRows;
   if constexpr (kLess > 0)
     if (rows <= kLess * kGroupRows) return multiply_rows<kBook, kRate2, S, kLess>(weights, x, place, rows, sums);
   multiply_by_warpgroup<kBook, kRate2, S>(weights, x, place, reinterpret_cast<float(&)[kGroups][4]>(sums));
@@ -265,15 +272,9 @@ __device__ __forceinline__ void store_pair(__half* to, float low, float high) {
   *reinterpret_cast<__half2*>(to) = __floats2half2_rn(low, high);
 }
 
-// Blocks an SM the compiler leaves registers for: mul1 has the most rates to hold places for.
+// All items of this thread block, one after the other.
 template <Codebook kBook, class S>
-constexpr int kMoeBlocksPerSm =
-    kBook == Codebook::kMul1 && (S::kRows == 128 || (S::kRows == 32 && !S::kWarpgroup)) ? 1 : S::kBlocksPerSm;
-
-// Grid: any number of blocks; dynamic shared memory: S::shared_bytes of the largest rate in the table.
-template <Codebook kBook, class S>
-__global__ void __launch_bounds__(S::kThreads, (kMoeBlocksPerSm<kBook, S>))
-    moe_product_kernel(const __grid_constant__ MoeCall call, const __grid_constant__ MoeStage stage) {
+__device__ __forceinline__ void multiply_items(const MoeCall& call, const MoeStage& stage) {
   __shared__ __align__(16) MoeItem items[S::kListed];
   __shared__ __align__(16) uint32_t shared_rows[S::kRowsInShared ? S::kRows : 1];
   const uint32_t stage_bytes = stage.stage_bytes;
@@ -331,6 +332,19 @@ __global__ void __launch_bounds__(S::kThreads, (kMoeBlocksPerSm<kBook, S>))
       if (group * kGroupRows + low + 1 < rows) store_pair(at + width, v[1] * stage.scale, v[3] * stage.scale);
     }
   }
+}
+
+// Blocks an SM the compiler leaves registers for: mul1 has the most rates to hold places for.
+template <Codebook kBook, class S>
+constexpr int kMoeBlocksPerSm =
+    kBook == Codebook::kMul1 && (S::kRows == 128 || (S::kRows == 32 && !S::kWarpgroup)) ? 1 : S::kBlocksPerSm;
+
+// Grid: any number of blocks; dynamic shared memory: S::shared_bytes of the largest rate in the table. Wide blocks need
+// SM90: elsewhere their kernel is empty, and nobody launches it.
+template <Codebook kBook, class S>
+__global__ void __launch_bounds__(S::kThreads, (kMoeBlocksPerSm<kBook, S>))
+    moe_product_kernel(const __grid_constant__ MoeCall call, const __grid_constant__ MoeStage stage) {
+  if constexpr (!S::kWide || S::kWarpgroup) multiply_items<kBook, S>(call, stage);
 }
 
 }  // namespace exl3

@@ -117,7 +117,7 @@ __device__ __forceinline__ void list_blocks(const MoeCall& call, const Experts& 
 }
 
 // Sizes of a block, the largest first, in steps of the rows by which the product's time grows (multiply_rows).
-constexpr int kSizeRows = 32, kBlockSizes = 128 / kSizeRows;
+constexpr int kSizeRows = 32, kBlockSizes = kMaxRowTile / kSizeRows;
 
 // The prefill plan's blocks, within each window the largest first: a product goes over its items in few rounds, and a
 // round takes as long as its largest item. Every size of every window has a counter, and each counter a thread.

@@ -141,7 +141,7 @@ def _tabulate() -> None:
         for kernel, row in registers(compiled(target).log).items():
             table[kernel] |= row
     content = {"nvcc": nvcc_version(), "registers": dict(sorted(table.items()))}
-    REGISTERS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    REGISTERS.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -110,6 +110,12 @@ MOE_MUTANTS = {
         "min(min(from + args.row_tile, end), window_end + args.window)",
         PASSES,
     ),
+    "moe-one-tile-for-two": (
+        "moe_product.cuh",
+        "(tile + i) % kTilesOfSegment * kTile * 2",
+        "tile % kTilesOfSegment * kTile * 2",
+        "test_blocks_of_256_rows_have_the_same_bytes",
+    ),
     "moe-smallest-blocks-first": ("moe_route.cuh", "(args.row_tile - (to - from))", "(to - from - 1)", SIZES),
     "moe-sizes-of-one-window": ("moe_route.cuh", "next + from / args.window * kBlockSizes", "next", PASSES),
     "moe-end-of-the-last-window": (

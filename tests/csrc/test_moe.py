@@ -59,6 +59,15 @@ def test_a_row_has_the_same_bytes_in_every_block(tile):
         assert same_bytes(run(MIXED, call, "prefill", row_tile=tile, target="warpgroup"), whole)
 
 
+def test_blocks_of_256_rows_have_the_same_bytes():
+    """On SM90 alone: of every height that it multiplies, a full one among them."""
+    of = query([(3, 3, 3), (2, 4, 3), (4, 3, 4), (3, 3, 3), (3, 3, 3), (3, 3, 3), (3, 3, 3)], k=128, top_k=1)
+    ids = torch.repeat_interleave(torch.arange(7), torch.tensor([290, 190, 130, 100, 70, 40, 1])).view(-1, 1)
+    call = random_call(of, len(ids), ids)
+    whole = check(of, call, "prefill", row_tile=256, target="warpgroup")
+    assert same_bytes(run(of, call, "prefill", row_tile=128, target="warpgroup"), whole)
+
+
 def test_a_row_has_the_same_bytes_in_every_decode():
     call = random_call(MIXED, 30)
     whole = check(MIXED, call, "decode")

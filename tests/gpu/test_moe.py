@@ -94,7 +94,7 @@ def test_every_rate(book: str) -> None:
         truth = Truth(layer, weights)
         x = inputs(layer, 300)
         routes, ids = routing("balanced", 300, 4, 2, CUDA)
-        counts = [("decode", 9), *(("prefill", rows) for rows in (20, 40, 80, 300))]  # a row tile each
+        counts = [("decode", 9), *(("prefill", rows) for rows in (5, 20, 40, 80, 300))]  # a row tile each
         for window, rows in counts:
             y = Runner(layer, weights, window)(x[:rows], routes[:rows], ids[:rows])
             got = error(y, truth(x[:rows], routes[:rows], ids[:rows]))

@@ -27,14 +27,15 @@ from ..slabs import MATRIX, slabs
 name = "native"
 capturable = True
 
-# The widest prefill kernel at 8 bits: two stages of 128 rows of x and of 128 x 128 weights, and what aligns them.
+# The prefill kernel of 128 rows at 8 bits: two stages of x and of 128 x 128 weights, and what aligns them. SM90 has room
+# for 256 rows.
 SHARED_BYTES = 2 * (128 * 256 + 16_384) + 1_024
 IO_TYPES = ("float16", "bfloat16", "float32")
 BLOCKS_PER_SM = 2  # what the registers of the prefill kernels allow
 DECODE_BLOCKS_PER_SM = 4  # and of the decode kernel, if its shared memory does:
 DECODE_FIXED_BYTES, DECODE_RATE2_BYTES = 6_224, 3_072  # of a block, and for each half bit of the largest rate
 DECODE_BLOCK = 8
-PREFILL_TILES = (16, 32, 64, 128)
+PREFILL_TILES = (16, 32, 64, 128, 256)  # the last on SM90 alone
 PASSES = 4  # of gate and up and a slice, at capacity: a quarter of the routes still fills the card
 ERROR_LIMIT = 5e-3  # relative, of the start-up check; bfloat16 outputs alone round by 2e-3
 LEAST_WINDOW = 2048  # routes of a pass, below which memory is not worth another one
@@ -64,7 +65,8 @@ class NativeMoePlan:
         """For a call of so many rows."""
         if self.cut.decode:
             return self.cut
-        return replace(self.cut, row_tile=row_tile(self.sizes.experts, rows * self.sizes.top_k))
+        tile = row_tile(self.sizes.experts, rows * self.sizes.top_k)
+        return replace(self.cut, row_tile=min(tile, self.cut.row_tile))
 
 
 def can_run(query: MoeQuery, device: Device) -> tuple[bool, str]:
@@ -137,7 +139,7 @@ def _prefill(query: MoeQuery, rows: int, device: Device) -> Cut:
     columns = inputs * 2 * query.k // routes // BLOCK * BLOCK  # what fits where the inputs were
     return Cut(
         decode=False,
-        row_tile=row_tile(query.experts, routes),
+        row_tile=min(row_tile(query.experts, routes), tiles(device)[-1]),
         parts=1,
         window=window,
         down_columns=max(BLOCK, min(columns, query.k)),
@@ -145,14 +147,21 @@ def _prefill(query: MoeQuery, rows: int, device: Device) -> Cut:
     )
 
 
+def tiles(device: Device) -> tuple[int, ...]:
+    """Rows of the prefill blocks that this card has kernels for."""
+    return PREFILL_TILES if device.sm == 90 else PREFILL_TILES[:-1]
+
+
 def row_tile(experts: int, routes: int) -> int:
-    """Rows of a prefill block: the least that 2.5 average experts fit into, for routing is uneven.
+    """Rows of a prefill block: the least that 2.5 average experts fit into, for routing is uneven; the largest, which
+    one thread block an SM works at instead of two, only where an average expert does not fit into the one before.
 
     H200, GLM-5.2 at TP4, 3 bits, 512 rows: blocks of 32 and 64 rows take 1034 and 1069 µs with balanced routing, 1312
-    and 1252 with Zipf; 1,024 rows in 64 and 128: 1174 and 1248, 1681 and 1686 (csrc/exl3/README.md).
+    and 1252 with Zipf; 1,024 rows in 64 and 128: 1174 and 1248, 1681 and 1686; 4,096 rows in 128 and 256: 2290 and 2500,
+    3010 and 3080; 8,192 rows: 4600 and 4025, 5150 and 4950 (csrc/exl3/README.md).
     """
-    average = routes / experts
-    return next((tile for tile in PREFILL_TILES if average * 2.5 <= tile), PREFILL_TILES[-1])
+    average, *usual, largest = routes / experts, *PREFILL_TILES
+    return next((tile for tile in usual if average * 2.5 <= tile), usual[-1] if average <= usual[-1] else largest)
 
 
 def prepare(query: MoeQuery, weights: tuple[ExpertSlice, ...]) -> dict[str, torch.Tensor]:
@@ -238,7 +247,7 @@ def check(query: MoeQuery, device: torch.device) -> None:
     for window in ("decode", "prefill"):
         planned = plan(one.query, Device.of(device), Window(name=window, rows=ROWS, block=DECODE_BLOCK))
         arena = torch.full((planned.workspace_bytes,), 255, dtype=torch.uint8, device=device)
-        for tile in (DECODE_BLOCK,) if window == "decode" else PREFILL_TILES:
+        for tile in (DECODE_BLOCK,) if window == "decode" else tiles(Device.of(device)):
             y, cut = torch.empty_like(one.x), replace(planned.cut, row_tile=tile)
             _run(planned, cut, prepared, arena, one.x, one.topk_weights, one.topk_ids, y)
             error = float((y - one.truth).norm() / one.truth.norm())
