@@ -36,7 +36,7 @@ from vllm.model_executor.layers.quantization.exl3_trellis.backends import b12x_l
 HERE = Path(__file__).parent
 K, WIDTH, EXPERTS, TOP_K = 6144, 512, 256, 8
 TIERS = {"3": [3.0] * EXPERTS, "4": [4.0] * EXPERTS, "3+4": mixed(3, 4, 148, 108)}
-ROWS = (1, 2, 4, 8, 16, 32, 128, 512, 1024, 2048, 4096)
+ROWS = (1, 2, 4, 8, 16, 32, 128, 512, 1024, 2048, 4096, 8192)
 ROUTINGS = ("balanced", "zipf", "one_hot")
 TELLING_ROWS = (1, 8, 32, 512, 2048, 4096)
 TRUTH_ROWS = 32  # rows of a result that are compared
