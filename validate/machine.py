@@ -114,14 +114,8 @@ def decoded_bytes(audit: Audit) -> int:
 
 
 def knob_problems(environment: Mapping[str, str]) -> Iterator[str]:
-    """VLLM_EXL3_* variables whose value does not parse. Of names that nothing reads, vLLM itself warns."""
-    for knob in _load_envs().KNOBS:
-        value = environment.get(knob.name, "").strip()
-        try:
-            if value:
-                knob.parse(value)
-        except ValueError:
-            yield f"{knob.name}={value}: want {knob.wanted}"
+    """What is wrong with VLLM_EXL3_* variables whose value does not parse."""
+    yield from _load_envs().bad_values(environment)
 
 
 def _load_envs() -> ModuleType:

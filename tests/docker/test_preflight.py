@@ -104,7 +104,7 @@ def test_docker_s_own_shm_is_enough_for_one_rank(checkpoint: Path) -> None:
 
 
 ENVIRONMENTS = {
-    "knob": ({"VLLM_EXL3_PREFILL_CHUNK": "many"}, "VLLM_EXL3_PREFILL_CHUNK=many: want "),
+    "knob": ({"VLLM_EXL3_PREFILL_CHUNK": "many"}, "VLLM_EXL3_PREFILL_CHUNK='many': want "),
     "service": ({"VLLM_PORT": "tcp://10.0.0.1:8000"}, "VLLM_PORT=tcp://10.0.0.1:8000: want a number. Kubernetes sets"),
     "compat": (
         {"LD_LIBRARY_PATH": "/usr/lib:/usr/local/cuda/compat"},

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import vllm.envs as envs
+from vllm.exl3_envs import bad_values
 from vllm.logger import init_logger
 
 from .backends import likely
@@ -35,7 +36,12 @@ LOAD_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor",
 
 
 def require_supported(vllm_config: VllmConfig, experts: bool) -> None:
-    """Raise ValueError listing every option that does not work with EXL3; `experts`: it has layers of routed ones."""
+    """Raise ValueError listing every option that does not work with EXL3; `experts`: it has layers of routed ones.
+
+    Variables that do not parse come first, all of them at once: most are read in a worker only, after the load.
+    """
+    if bad := list(bad_values()):
+        raise ValueError("; ".join(bad))
     refused = []
     load_format = str(getattr(vllm_config.load_config.load_format, "value", vllm_config.load_config.load_format))
     if load_format not in LOAD_FORMATS:
