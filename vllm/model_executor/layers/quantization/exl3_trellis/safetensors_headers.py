@@ -57,7 +57,7 @@ def weight_files(folder: Path) -> list[Path]:
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, UnicodeDecodeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError([f"{index}: not a safetensors index ({error!r})"]) from None
         missing = [f"{index}: names {name}, which is not there" for name in names if not (folder / name).is_file()]
         if missing:
