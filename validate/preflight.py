@@ -118,11 +118,9 @@ def _checkpoint(folder: Path, tp: int) -> tuple[check_checkpoint.Audit | None, l
         return None, [f"model {folder}: no config.json, found {inside}; {wanted}"]
     audit = check_checkpoint.Audit(folder, tp)
     faults = [f"model {fault}" for fault in audit.faults]
-    text = audit.config.get("text_config") or {}
-    heads = audit.config.get("num_attention_heads") or text.get("num_attention_heads")
-    if isinstance(heads, int) and heads % tp:
+    if audit.heads is not None and audit.heads % tp:
         sizes = ", ".join(map(str, audit.legal_tp())) or "none"
-        faults.append(f"tensor parallel size {tp}: {heads} attention heads; this model takes {sizes} (TP)")
+        faults.append(f"tensor parallel size {tp}: {audit.heads} attention heads; this model takes {sizes} (TP)")
     return audit, faults
 
 

@@ -59,6 +59,15 @@ def test_sound(capsys, tmp_path, form, said):
     assert (report["layout"], report["needs"]["tensor_parallel_sizes"], report["needs"]["codebooks"]) == said
 
 
+def test_heads_of_a_text_model_decide_the_sizes(capsys, tmp_path):
+    """As a model that also sees has it: what its language part takes is one level down."""
+    folder = make(tmp_path / "made", "dense --heads 6 --kv-heads 2 --intermediate 1536 --hidden 768")
+    sizes = audit(capsys, folder)[1]["needs"]["tensor_parallel_sizes"]
+    edit(folder, "config.json", lambda c: c.update(text_config={"num_attention_heads": c.pop("num_attention_heads")}))
+    code, report = audit(capsys, folder)
+    assert (code, report["needs"]["tensor_parallel_sizes"], sizes) == (0, [1, 2, 3, 6], [1, 2, 3, 6])
+
+
 def test_bytes_of_a_rank(capsys, tmp_path):
     folder = make(tmp_path / "made", MIXED)
     tensors = load_file(folder / "model.safetensors")
