@@ -155,8 +155,10 @@ def _memory(found: Machine, ranks: Ranks, audit: check_checkpoint.Audit) -> Iter
     held = audit.rank_bytes()
     want = (held["experts"] + held["other_tensors_of_all_ranks"] // ranks.tp) // ranks.pp
     for gpu in found.gpus[: ranks.here]:
-        if gpu.free_bytes < want:
-            have = f"{gpu.free_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB free"
+        free = found.free_bytes if gpu.free_bytes is None else gpu.free_bytes
+        if free < want:
+            whole = "GiB of main memory" if gpu.total_bytes is None else f"of {gpu.total_bytes / GIB:.1f} GiB"
+            have = f"{free / GIB:.1f} {whole} free"
             yield f"GPU {gpu.index} ({gpu.name}): {have}, the weights of a rank take {want / GIB:.1f} GiB"
 
 

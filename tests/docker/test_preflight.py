@@ -63,6 +63,10 @@ MACHINES: dict[str, tuple[Machine, int, str]] = {
     "full card": (
         with_gpu(free_bytes=0), 1, "GPU 0 (RTX PRO 6000): 0.0 of 96.0 GiB free, the weights of a rank take 0.0 GiB",
     ),
+    "card that shares main memory": (
+        replace(with_gpu(free_bytes=None, total_bytes=None), free_bytes=0), 1,
+        "GPU 0 (RTX PRO 6000): 0.0 GiB of main memory free, the weights of a rank take 0.0 GiB",
+    ),
     "little memory": (replace(PC, free_bytes=0), 1, "memory: 0.0 GiB free, the decoded weights take 0.0 GiB"),
     "Docker's /dev/shm": (
         replace(BOX, shm_bytes=64 << 20), 2,
@@ -182,6 +186,26 @@ def test_nvidia_smi_s_rows() -> None:
     assert (first.name, first.capability, first.driver) == ("NVIDIA H200", (9, 0), (580, 95, 5))
     assert (first.total_bytes, second.free_bytes) == (143771 << 20, 15000 << 20)
     assert second.capability == (7, 5)
+
+
+def test_a_card_that_shares_main_memory_has_no_number_of_its_own() -> None:
+    (gpu,) = machine.read_gpus("0, NVIDIA GB10, 12.1, [N/A], [N/A], 580.95.05\n")
+    assert (gpu.capability, gpu.total_bytes, gpu.free_bytes) == ((12, 1), None, None)
+
+
+@pytest.mark.parametrize(
+    "row",
+    ["0, NVIDIA H200, [N/A], 143771, 143150, 580.95", "0, NVIDIA H200, 9.0, 143771, 143150, [N/A]", "No devices found",
+     "0, NVIDIA H200, 9.0, 143771, [Unknown Error], 580.95"],
+)  # fmt: skip
+def test_a_row_that_cannot_be_read_is_quoted(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\necho '{row}'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    found = machine.look("cuda")
+    wanted = "index, name, compute_cap, memory.total, memory.free, driver_version"
+    assert (found.gpus, found.gpu_error) == ((), f"nvidia-smi says {row!r}, want {wanted}")
 
 
 def test_the_command_tells_everything_in_one_message(tmp_path: Path) -> None:
