@@ -98,9 +98,11 @@ class Deployment:
     @property
     def ranks(self) -> Ranks:
         """As the options share the model out; what is no number is left to `vllm serve`, which says so."""
-        options = {"tp": "tensor-parallel-size", "pp": "pipeline-parallel-size", "nodes": "nnodes"}
-        shorts = {"tp": "-tp", "pp": "-pp", "nodes": "-n"}
-        found = {name: self._option(option, shorts[name]) or "" for name, option in options.items()}
+        options = {
+            "tp": ("tensor-parallel-size", "-tp"), "dcp": ("decode-context-parallel-size", "-dcp"),
+            "pp": ("pipeline-parallel-size", "-pp"), "nodes": ("nnodes", "-n"),
+        }  # fmt: skip
+        found = {name: self._option(*option) or "" for name, option in options.items()}
         return Ranks(**{name: max(1, int(text)) for name, text in found.items() if text.isdecimal()})
 
     def _option(self, name: str, short: str) -> str | None:

@@ -119,6 +119,8 @@ def test_the_command_line_has_the_last_word_on_ranks(extra: tuple[str, ...], siz
 def test_ranks_of_stages_and_machines() -> None:
     extra = ["--pipeline-parallel-size=2", "-n", "3", "-tp", "many"]  # vllm serve says what is wrong with the last
     assert resolve({}, extra, PRESETS, {}).ranks == Ranks(pp=2, nodes=3)
+    assert resolve({"DCP": "2"}, [], PRESETS, {}).ranks == Ranks(dcp=2)
+    assert resolve({"DCP": "2"}, ["-dcp", "4"], PRESETS, {}).ranks == Ranks(dcp=4)
 
 
 def test_caches_lie_below_one_folder_of_the_build() -> None:

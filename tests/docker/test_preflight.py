@@ -149,16 +149,36 @@ def test_another_kind_of_checkpoint(tmp_path: Path, checkpoint: Path) -> None:
     assert told(tmp_path) == [f"model {tmp_path}: no tensor named *.trellis is there"]
 
 
-def test_sparse_attention_needs_a_card_that_has_it(tmp_path: Path, checkpoint: Path) -> None:
+@pytest.fixture
+def sparse(tmp_path: Path, checkpoint: Path) -> Path:
+    """The checkpoint by the name of a model with sparse attention."""
     for path in checkpoint.iterdir():
         (tmp_path / path.name).symlink_to(path)
     config = json.loads((checkpoint / "config.json").read_text()) | {"architectures": ["GlmMoeDsaForCausalLM"]}
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert told(tmp_path) == []
+    return tmp_path
+
+
+def test_sparse_attention_needs_a_card_that_has_it(sparse: Path) -> None:
+    assert told(sparse) == []
     ada = replace(BOX, gpus=(replace(BLACKWELL, name="L40S", capability=(8, 9)),))
-    wanted = "GPU 0 (L40S): compute capability 8.9 has no sparse attention for GlmMoeDsaForCausalLM"
-    assert told(tmp_path, ada) == [wanted]
+    why = "compute capability 8.9 has no sparse attention for GlmMoeDsaForCausalLM, want a card of 9.x, 10.x or 12.x"
+    assert told(sparse, ada) == [f"GPU 0 (L40S): {why}"]
+
+
+def test_sparse_attention_shares_a_context_out_on_some_cards_only(sparse: Path, checkpoint: Path) -> None:
+    one = replace(BOX, gpus=BOX.gpus[:1])
+    ranks = preflight.Ranks(dcp=2)
+
+    def said(folder: Path, found: Machine) -> list[str]:
+        return preflight.problems(folder, ranks=ranks, found=found, environment={}, cache=None, port=None)
+
+    why = "sparse attention of compute capability 12.0, for GlmMoeDsaForCausalLM, cannot share a context out"
+    wanted = f"decode context parallel size 2: {why}; want 1, or cards of 9.x or 10.x"
+    assert said(sparse, one) == [f"GPU 0 (RTX PRO 6000): {wanted}"]
+    assert said(sparse, replace(BOX, gpus=(replace(BLACKWELL, capability=(9, 0)),))) == []
+    assert said(checkpoint, one) == []
 
 
 def test_busy_port(checkpoint: Path) -> None:

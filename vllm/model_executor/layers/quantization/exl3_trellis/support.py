@@ -18,6 +18,7 @@ from .placement import split_blocks
 from .repository import model_contents
 from .safetensors_headers import CheckpointError
 from .slabs import legal_tp, tp_refusal
+from .sparse_attention import sparse_problems
 
 if TYPE_CHECKING:
     from vllm.config import CompilationConfig, ModelConfig, ParallelConfig, VllmConfig
@@ -63,6 +64,7 @@ def require_supported(vllm_config: VllmConfig, experts: bool) -> None:
     if parallel.enable_expert_parallel or parallel.enable_eplb:
         flag = "--enable-eplb" if parallel.enable_eplb else "--enable-expert-parallel"
         refused.append(f"{flag}: routed experts are shared by tensor parallelism only")
+    refused += _attention_problems(vllm_config)
     if refused:
         raise ValueError("not supported with EXL3: " + "; ".join(refused))
 
@@ -70,6 +72,17 @@ def require_supported(vllm_config: VllmConfig, experts: bool) -> None:
 def _offloads(vllm_config: VllmConfig) -> bool:
     offload = vllm_config.offload_config
     return bool(offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size)
+
+
+def _attention_problems(vllm_config: VllmConfig) -> list[str]:
+    """What the first GPU lacks for the model's attention."""
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
+    if capability is None:
+        return []
+    dcp = vllm_config.parallel_config.decode_context_parallel_size
+    return sparse_problems(vllm_config.model_config.architectures, (capability.major, capability.minor), dcp)
 
 
 def limit_graphs(vllm_config: VllmConfig) -> None:
