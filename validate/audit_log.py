@@ -2,8 +2,8 @@
 """`python -m validate audit-log`: what a server's log says that a look at its answers would miss.
 
 Reads the log of `vllm serve` and lists lines that mean trouble: errors anywhere, and anything compiled after the server
-had said that it was ready, for a request waited for that. Knows wordings of vLLM 0.32 and of what it runs on; a log
-without findings proves nothing about what is not logged.
+had said that it was ready, for a request waited for that. Knows wordings of vLLM 0.32 (a test holds them against its
+sources) and of what it runs on; a log without findings proves nothing about what is not logged.
 """
 
 from __future__ import annotations
@@ -42,10 +42,23 @@ SIGNS = (
     ),
     Sign(
         kind="CUDA error",
-        wordings=_any("CUDA error", "cudaError", "CU(BLAS|DNN)_STATUS_", "NCCL error", "illegal memory access"),
+        wordings=_any(
+            "CUDA (driver )?error", "cudaError", "CU(BLAS|DNN)_STATUS_", "NCCL error", "illegal memory access",
+            "device-side assert",
+        ),
     ),
-    Sign(kind="matcher failure", wordings=_any("Failed to advance FSM", "Grammar .* rejected")),
-    Sign(kind="traceback", wordings=_any(r"Traceback \(most recent call last\)", "EngineDeadError")),
+    Sign(
+        kind="matcher failure",
+        wordings=_any("Failed to advance FSM", "grammar rejected tokens", "grammar terminated or rejected draft"),
+    ),
+    Sign(
+        kind="engine died",
+        wordings=_any(
+            "EngineDeadError", "EngineCore (encountered|failed to start)", "Engine core initialization failed",
+            "(died|exited) unexpectedly", "died with exit code",
+        ),
+    ),
+    Sign(kind="traceback", wordings=_any(r"Traceback \(most recent call last\)")),
     Sign(
         kind="compiled after ready",
         wordings=_any(

@@ -48,7 +48,8 @@ class Audit:
         self.faults: list[str] = []
         self.warnings: list[str] = []
         self.places: dict[str, str] = {}  # tensor -> name of its file
-        self.config = self._json("config.json") or {}
+        self.config = self._read_config()
+        self.heads = self._read_heads()
         self.container = self._try(self._read_container)
         self.tensors = self._read_tensors()
         others, layers = experts.split_experts(self.tensors)
@@ -76,6 +77,29 @@ class Audit:
             self.faults.append(f"{name}: missing")
         except ValueError as error:
             self.faults.append(f"{name}: not JSON ({error})")
+        return None
+
+    def _read_config(self) -> dict[str, Any]:
+        """config.json without what is not of the kind it should be, which is a fault."""
+        config = self._json("config.json")
+        if config is not None and not isinstance(config, dict):
+            self.faults.append(f"config.json: holds a {type(config).__name__}, want an object")
+        if not isinstance(config, dict):
+            return {}
+        for key in ("text_config", "quantization_config"):
+            if not isinstance(config.get(key, {}), dict | None):
+                self.faults.append(f"config.json: {key}: {config.pop(key)!r}, want an object")
+        return config
+
+    def _read_heads(self) -> int | None:
+        """Attention heads, of the text model where there are several; None where there is no one number of them."""
+        parts = (self.config, self.config.get("text_config") or {})
+        found = [part["num_attention_heads"] for part in parts if "num_attention_heads" in part]
+        for heads in found:
+            if isinstance(heads, int) and heads > 0:
+                return heads
+        if found and not isinstance(found[-1], list):  # some models list them by layer
+            self.faults.append(f"config.json: num_attention_heads: {found[-1]!r}, want a whole number, 1 or more")
         return None
 
     def _read_container(self) -> rank_sliced.RankSliced | None:
@@ -147,8 +171,7 @@ class Audit:
 
     def legal_tp(self) -> list[int]:
         """Tensor parallel sizes up to 64 that every layer can serve."""
-        heads = self.config.get("num_attention_heads", 64)
-        sizes = {size for size in range(1, 65) if heads % size == 0}
+        sizes = {size for size in range(1, 65) if (self.heads or 64) % size == 0}
         sizes = {size for size in sizes if size == 1 or not placement.split_blocks(self.linears, size)}
         for spec in self.experts.values():
             sizes &= set(slabs.legal_tp(spec, self.intermediate(spec)))

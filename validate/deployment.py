@@ -26,6 +26,7 @@ OTHERS = (
     "VLLM_API_KEY", "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_ENGINE_READY_TIMEOUT_S",
     "VLLM_LOGGING_LEVEL",
 )  # fmt: skip
+SWITCHES = ("ENABLE_MTP", "DRY_RUN")
 # What a runtime writes, by the variable that says where; all of it below one folder of the build.
 CACHES = {
     "HOME": "home", "XDG_CACHE_HOME": "xdg", "VLLM_CACHE_ROOT": "vllm", "VLLM_CONFIG_ROOT": "vllm-config",
@@ -98,9 +99,11 @@ class Deployment:
     @property
     def ranks(self) -> Ranks:
         """As the options share the model out; what is no number is left to `vllm serve`, which says so."""
-        options = {"tp": "tensor-parallel-size", "pp": "pipeline-parallel-size", "nodes": "nnodes"}
-        shorts = {"tp": "-tp", "pp": "-pp", "nodes": "-n"}
-        found = {name: self._option(option, shorts[name]) or "" for name, option in options.items()}
+        options = {
+            "tp": ("tensor-parallel-size", "-tp"), "dcp": ("decode-context-parallel-size", "-dcp"),
+            "pp": ("pipeline-parallel-size", "-pp"), "nodes": ("nnodes", "-n"),
+        }  # fmt: skip
+        found = {name: self._option(*option) or "" for name, option in options.items()}
         return Ranks(**{name: max(1, int(text)) for name, text in found.items() if text.isdecimal()})
 
     def _option(self, name: str, short: str) -> str | None:
@@ -136,6 +139,9 @@ def resolve(
             if not variable.accepts(value):
                 problems.append(f"{variable.name}={value}: want {variable.wanted}")
             options[variable.option] = value
+    for name in SWITCHES:
+        if (value := given.get(name, "0")) not in ("0", "1"):
+            problems.append(f"{name}={value}: want 0 or 1")
     _speculate(given, options, problems)
     if build.get("target") == "cpu":
         options.setdefault("enforce-eager", True)  # the CPU image has no compiler
@@ -170,8 +176,6 @@ def _preset(name: str, presets: Path, problems: list[str]) -> dict[str, Any]:
 def _speculate(given: Mapping[str, str], options: dict[str, Any], problems: list[str]) -> None:
     """MTP_TOKENS draft tokens a step; 0, or ENABLE_MTP=0, turns a preset's drafting off."""
     enabled, tokens = given.get("ENABLE_MTP", "1"), given.get("MTP_TOKENS")
-    if enabled not in ("0", "1"):
-        problems.append(f"ENABLE_MTP={enabled}: want 0 or 1")
     if tokens is not None and not re.fullmatch(r"\d", tokens):
         problems.append(f"MTP_TOKENS={tokens}: want 0 to 9")
         return

@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
     except DeploymentError as error:
         print(preflight.report(error.problems), file=sys.stderr)
         return 1
-    if plan.environment.get("DRY_RUN", "0") not in ("", "0"):
+    if plan.environment.get("DRY_RUN") == "1":
         _show(plan)
         return 0
     found = machine.look(plan.target)

@@ -30,8 +30,8 @@ class Gpu:
     index: int
     name: str
     capability: tuple[int, int]
-    total_bytes: int
-    free_bytes: int
+    total_bytes: int | None  # None: it shares the machine's main memory
+    free_bytes: int | None
     driver: tuple[int, ...]
 
 
@@ -73,20 +73,42 @@ def _gpus() -> tuple[tuple[Gpu, ...], str]:
         return (), "nvidia-smi does not answer"
     if done.returncode:
         return (), f"nvidia-smi says: {(done.stdout + done.stderr).strip()}"
-    return read_gpus(done.stdout), "nvidia-smi lists none"
+    try:
+        return read_gpus(done.stdout), "nvidia-smi lists none"
+    except ValueError as error:
+        return (), str(error)
 
 
 def read_gpus(text: str) -> tuple[Gpu, ...]:
-    """GPUs from nvidia-smi's rows, in the order of _QUERY."""
+    """GPUs from nvidia-smi's rows, in the order of _QUERY.
+
+    Raises:
+        ValueError: naming a row that does not say what was asked.
+    """
     gpus = []
     for line in text.splitlines():
-        index, name, capability, total, free, driver = (part.strip() for part in line.split(","))
-        major, minor = capability.split(".")
-        gpus.append(Gpu(
-            index=int(index), name=name, capability=(int(major), int(minor)), total_bytes=int(total) * MIB,
-            free_bytes=int(free) * MIB, driver=tuple(int(part) for part in driver.split(".") if part.isdecimal()),
-        ))  # fmt: skip
+        try:
+            index, name, capability, total, free, driver = (part.strip() for part in line.split(","))
+            major, minor = map(int, capability.split("."))
+            gpus.append(Gpu(
+                index=int(index), name=name, capability=(major, minor), total_bytes=_bytes(total),
+                free_bytes=_bytes(free), driver=_driver(driver),
+            ))  # fmt: skip
+        except ValueError:
+            raise ValueError(f"nvidia-smi says {line!r}, want {', '.join(_QUERY)}") from None
     return tuple(gpus)
+
+
+def _driver(version: str) -> tuple[int, ...]:
+    numbers = tuple(int(part) for part in version.split(".") if part.isdecimal())
+    if not numbers:
+        raise ValueError
+    return numbers
+
+
+def _bytes(mebibytes: str) -> int | None:
+    """nvidia-smi has no number for a card without memory of its own."""
+    return None if mebibytes == "[N/A]" else int(mebibytes) * MIB
 
 
 def seen(found: Machine, visible: str) -> Machine:
@@ -114,14 +136,8 @@ def decoded_bytes(audit: Audit) -> int:
 
 
 def knob_problems(environment: Mapping[str, str]) -> Iterator[str]:
-    """VLLM_EXL3_* variables whose value does not parse. Of names that nothing reads, vLLM itself warns."""
-    for knob in _load_envs().KNOBS:
-        value = environment.get(knob.name, "").strip()
-        try:
-            if value:
-                knob.parse(value)
-        except ValueError:
-            yield f"{knob.name}={value}: want {knob.wanted}"
+    """What is wrong with VLLM_EXL3_* variables whose value does not parse."""
+    yield from _load_envs().bad_values(environment)
 
 
 def _load_envs() -> ModuleType:

@@ -14,24 +14,28 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from . import check_checkpoint, machine
+from . import check_checkpoint, machine, trellis
 from .machine import Machine
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.quantization.exl3_trellis import sparse_attention
+else:
+    sparse_attention = trellis.load("sparse_attention")
 
 GIB = 1 << 30
 SHM_PER_RANK = GIB // 4  # NCCL's and vLLM's queues between ranks; Docker's 64 MiB fails at two
 DRIVER = (580, 65)  # of CUDA 13.0, which torch's wheels are built with
 CAPABILITY = (8, 0)
-# Sparse latent attention has kernels for these compute capabilities only; upstream falls over after the load.
-SPARSE_ARCHITECTURES = ("GlmMoeDsaForCausalLM", "DeepseekV32ForCausalLM")
-SPARSE_CAPABILITIES = (9, 10, 12)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """How the model is shared out: tensor and pipeline parallel size, over so many machines like this one."""
+    """How the model is shared out: parallel sizes, over so many machines like this one."""
 
     tp: int = 1
+    dcp: int = 1  # decode context parallel size: among the tensor parallel ranks
     pp: int = 1
     nodes: int = 1
 
@@ -118,11 +122,9 @@ def _checkpoint(folder: Path, tp: int) -> tuple[check_checkpoint.Audit | None, l
         return None, [f"model {folder}: no config.json, found {inside}; {wanted}"]
     audit = check_checkpoint.Audit(folder, tp)
     faults = [f"model {fault}" for fault in audit.faults]
-    text = audit.config.get("text_config") or {}
-    heads = audit.config.get("num_attention_heads") or text.get("num_attention_heads")
-    if isinstance(heads, int) and heads % tp:
+    if audit.heads is not None and audit.heads % tp:
         sizes = ", ".join(map(str, audit.legal_tp())) or "none"
-        faults.append(f"tensor parallel size {tp}: {heads} attention heads; this model takes {sizes} (TP)")
+        faults.append(f"tensor parallel size {tp}: {audit.heads} attention heads; this model takes {sizes} (TP)")
     return audit, faults
 
 
@@ -139,12 +141,10 @@ def _gpus(found: Machine, ranks: Ranks, audit: check_checkpoint.Audit | None) ->
         if gpu.capability < CAPABILITY:
             have, want = (".".join(map(str, pair)) for pair in (gpu.capability, CAPABILITY))
             yield f"GPU {gpu.index} ({gpu.name}): compute capability {have}, want {want} or newer"
-    sparse = set(audit.config.get("architectures") or ()) & set(SPARSE_ARCHITECTURES) if audit else set()
-    for name in sorted(sparse):
-        for gpu in found.gpus:
-            if gpu.capability[0] not in SPARSE_CAPABILITIES:
-                have = ".".join(map(str, gpu.capability))
-                yield f"GPU {gpu.index} ({gpu.name}): compute capability {have} has no sparse attention for {name}"
+    names = audit.config.get("architectures") if audit else None
+    for gpu in found.gpus:
+        for problem in sparse_attention.sparse_problems(names or (), gpu.capability, ranks.dcp):
+            yield f"GPU {gpu.index} ({gpu.name}): {problem}"
 
 
 def _memory(found: Machine, ranks: Ranks, audit: check_checkpoint.Audit) -> Iterator[str]:
@@ -157,8 +157,10 @@ def _memory(found: Machine, ranks: Ranks, audit: check_checkpoint.Audit) -> Iter
     held = audit.rank_bytes()
     want = (held["experts"] + held["other_tensors_of_all_ranks"] // ranks.tp) // ranks.pp
     for gpu in found.gpus[: ranks.here]:
-        if gpu.free_bytes < want:
-            have = f"{gpu.free_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB free"
+        free = found.free_bytes if gpu.free_bytes is None else gpu.free_bytes
+        if free < want:
+            whole = "GiB of main memory" if gpu.total_bytes is None else f"of {gpu.total_bytes / GIB:.1f} GiB"
+            have = f"{free / GIB:.1f} {whole} free"
             yield f"GPU {gpu.index} ({gpu.name}): {have}, the weights of a rank take {want / GIB:.1f} GiB"
 
 
@@ -176,15 +178,16 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m validate preflight", description=__doc__)
     parser.add_argument("folder", type=Path, help="the checkpoint")
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel size")
+    parser.add_argument("--dcp", type=int, default=1, help="decode context parallel size")
     parser.add_argument("--pp", type=int, default=1, help="pipeline parallel size")
     parser.add_argument("--target", choices=("cpu", "cuda"), default="cuda", help="where it is to run")
     parser.add_argument("--port", type=int, help="also check that this port is free")
     given = parser.parse_args(arguments)
-    for name in ("tp", "pp"):
+    for name in ("tp", "dcp", "pp"):
         if getattr(given, name) < 1:
             parser.error(f"--{name} {getattr(given, name)}, want 1 or more")
     found = machine.look(given.target)
-    ranks = Ranks(tp=given.tp, pp=given.pp)
+    ranks = Ranks(tp=given.tp, dcp=given.dcp, pp=given.pp)
     told = problems(given.folder, ranks=ranks, found=found, environment=os.environ, cache=None, port=given.port)
     print(report(told), file=sys.stderr if told else sys.stdout)
     return 1 if told else 0

@@ -8,7 +8,7 @@ Blank means unset.  A bad value raises ValueError naming the variable, what was 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +24,9 @@ class Knob:
     help: str
     compiled: bool = False  # whether the value can change a compiled graph
 
-    def read(self) -> Any:
-        """The value from the environment; the default when unset or blank."""
-        text = os.environ.get(self.name, "").strip()
+    def read(self, environment: Mapping[str, str] | None = None) -> Any:
+        """The value from `environment`, this process's if None; the default when unset or blank."""
+        text = (os.environ if environment is None else environment).get(self.name, "").strip()
         if not text:
             return self.default
         try:
@@ -145,3 +145,12 @@ environment_variables: dict[str, Callable[[], Any]] = {knob.name: knob.read for 
 
 # Variables whose value cannot change a compiled graph: kept out of vLLM's compile cache key.
 not_compiled: frozenset[str] = frozenset(knob.name for knob in KNOBS if not knob.compiled)
+
+
+def bad_values(environment: Mapping[str, str] | None = None) -> Iterator[str]:
+    """One message for each variable whose value does not parse; of names that nothing reads, vLLM itself warns."""
+    for knob in KNOBS:
+        try:
+            knob.read(environment)
+        except ValueError as error:
+            yield str(error)

@@ -91,7 +91,7 @@ def test_everything_wrong_is_told_at_once() -> None:
     environment = {
         "PRESET": "none", "TP": "0", "DCP": "x", "MAX_MODEL_LEN": "long", "GPU_MEMORY_UTILIZATION": "1.5",
         "KV_CACHE_DTYPE": "f p", "SERVED_MODEL_NAME": "a b", "MTP_TOKENS": "ten", "ENABLE_MTP": "yes",
-        "LISTEN_PORT": "0",
+        "LISTEN_PORT": "0", "DRY_RUN": "false",
     }  # fmt: skip
     with pytest.raises(DeploymentError) as error:
         resolve(environment, [], PRESETS, {})
@@ -104,6 +104,7 @@ def test_everything_wrong_is_told_at_once() -> None:
         "KV_CACHE_DTYPE=f p: want a name, say fp8",
         "SERVED_MODEL_NAME=a b: want one word",
         "ENABLE_MTP=yes: want 0 or 1",
+        "DRY_RUN=false: want 0 or 1",
         "MTP_TOKENS=ten: want 0 to 9",
         "LISTEN_PORT=0: want a port, 1 to 65535",
     ]
@@ -119,6 +120,8 @@ def test_the_command_line_has_the_last_word_on_ranks(extra: tuple[str, ...], siz
 def test_ranks_of_stages_and_machines() -> None:
     extra = ["--pipeline-parallel-size=2", "-n", "3", "-tp", "many"]  # vllm serve says what is wrong with the last
     assert resolve({}, extra, PRESETS, {}).ranks == Ranks(pp=2, nodes=3)
+    assert resolve({"DCP": "2"}, [], PRESETS, {}).ranks == Ranks(dcp=2)
+    assert resolve({"DCP": "2"}, ["-dcp", "4"], PRESETS, {}).ranks == Ranks(dcp=4)
 
 
 def test_caches_lie_below_one_folder_of_the_build() -> None:
@@ -139,6 +142,14 @@ def test_dry_run_shows_no_secret() -> None:
     assert "VLLM_API_KEY=(set, not shown)" in done.stdout.splitlines()
     assert "sesame" not in done.stdout + done.stderr
     assert "HF_TOKEN=open" not in done.stdout
+
+
+def test_a_dry_run_that_is_switched_off_is_none() -> None:
+    environment = os.environ | {"DRY_RUN": "0", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "validate", "launch", "--home", str(ROOT / "docker"), "--", "--seed", "7"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "model /model: no such folder" in done.stderr
 
 
 @pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS.glob("*.toml")))

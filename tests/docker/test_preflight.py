@@ -63,6 +63,10 @@ MACHINES: dict[str, tuple[Machine, int, str]] = {
     "full card": (
         with_gpu(free_bytes=0), 1, "GPU 0 (RTX PRO 6000): 0.0 of 96.0 GiB free, the weights of a rank take 0.0 GiB",
     ),
+    "card that shares main memory": (
+        replace(with_gpu(free_bytes=None, total_bytes=None), free_bytes=0), 1,
+        "GPU 0 (RTX PRO 6000): 0.0 GiB of main memory free, the weights of a rank take 0.0 GiB",
+    ),
     "little memory": (replace(PC, free_bytes=0), 1, "memory: 0.0 GiB free, the decoded weights take 0.0 GiB"),
     "Docker's /dev/shm": (
         replace(BOX, shm_bytes=64 << 20), 2,
@@ -104,7 +108,7 @@ def test_docker_s_own_shm_is_enough_for_one_rank(checkpoint: Path) -> None:
 
 
 ENVIRONMENTS = {
-    "knob": ({"VLLM_EXL3_PREFILL_CHUNK": "many"}, "VLLM_EXL3_PREFILL_CHUNK=many: want "),
+    "knob": ({"VLLM_EXL3_PREFILL_CHUNK": "many"}, "VLLM_EXL3_PREFILL_CHUNK='many': want "),
     "service": ({"VLLM_PORT": "tcp://10.0.0.1:8000"}, "VLLM_PORT=tcp://10.0.0.1:8000: want a number. Kubernetes sets"),
     "compat": (
         {"LD_LIBRARY_PATH": "/usr/lib:/usr/local/cuda/compat"},
@@ -145,16 +149,36 @@ def test_another_kind_of_checkpoint(tmp_path: Path, checkpoint: Path) -> None:
     assert told(tmp_path) == [f"model {tmp_path}: no tensor named *.trellis is there"]
 
 
-def test_sparse_attention_needs_a_card_that_has_it(tmp_path: Path, checkpoint: Path) -> None:
+@pytest.fixture
+def sparse(tmp_path: Path, checkpoint: Path) -> Path:
+    """The checkpoint by the name of a model with sparse attention."""
     for path in checkpoint.iterdir():
         (tmp_path / path.name).symlink_to(path)
     config = json.loads((checkpoint / "config.json").read_text()) | {"architectures": ["GlmMoeDsaForCausalLM"]}
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert told(tmp_path) == []
+    return tmp_path
+
+
+def test_sparse_attention_needs_a_card_that_has_it(sparse: Path) -> None:
+    assert told(sparse) == []
     ada = replace(BOX, gpus=(replace(BLACKWELL, name="L40S", capability=(8, 9)),))
-    wanted = "GPU 0 (L40S): compute capability 8.9 has no sparse attention for GlmMoeDsaForCausalLM"
-    assert told(tmp_path, ada) == [wanted]
+    why = "compute capability 8.9 has no sparse attention for GlmMoeDsaForCausalLM, want a card of 9.x, 10.x or 12.x"
+    assert told(sparse, ada) == [f"GPU 0 (L40S): {why}"]
+
+
+def test_sparse_attention_shares_a_context_out_on_some_cards_only(sparse: Path, checkpoint: Path) -> None:
+    one = replace(BOX, gpus=BOX.gpus[:1])
+    ranks = preflight.Ranks(dcp=2)
+
+    def said(folder: Path, found: Machine) -> list[str]:
+        return preflight.problems(folder, ranks=ranks, found=found, environment={}, cache=None, port=None)
+
+    why = "sparse attention of compute capability 12.0, for GlmMoeDsaForCausalLM, cannot share a context out"
+    wanted = f"decode context parallel size 2: {why}; want 1, or cards of 9.x or 10.x"
+    assert said(sparse, one) == [f"GPU 0 (RTX PRO 6000): {wanted}"]
+    assert said(sparse, replace(BOX, gpus=(replace(BLACKWELL, capability=(9, 0)),))) == []
+    assert said(checkpoint, one) == []
 
 
 def test_busy_port(checkpoint: Path) -> None:
@@ -182,6 +206,26 @@ def test_nvidia_smi_s_rows() -> None:
     assert (first.name, first.capability, first.driver) == ("NVIDIA H200", (9, 0), (580, 95, 5))
     assert (first.total_bytes, second.free_bytes) == (143771 << 20, 15000 << 20)
     assert second.capability == (7, 5)
+
+
+def test_a_card_that_shares_main_memory_has_no_number_of_its_own() -> None:
+    (gpu,) = machine.read_gpus("0, NVIDIA GB10, 12.1, [N/A], [N/A], 580.95.05\n")
+    assert (gpu.capability, gpu.total_bytes, gpu.free_bytes) == ((12, 1), None, None)
+
+
+@pytest.mark.parametrize(
+    "row",
+    ["0, NVIDIA H200, [N/A], 143771, 143150, 580.95", "0, NVIDIA H200, 9.0, 143771, 143150, [N/A]", "No devices found",
+     "0, NVIDIA H200, 9.0, 143771, [Unknown Error], 580.95"],
+)  # fmt: skip
+def test_a_row_that_cannot_be_read_is_quoted(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\necho '{row}'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    found = machine.look("cuda")
+    wanted = "index, name, compute_cap, memory.total, memory.free, driver_version"
+    assert (found.gpus, found.gpu_error) == ((), f"nvidia-smi says {row!r}, want {wanted}")
 
 
 def test_the_command_tells_everything_in_one_message(tmp_path: Path) -> None:

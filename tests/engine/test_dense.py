@@ -141,7 +141,7 @@ def test_every_engine_names_the_chosen_provider_with_the_reasons_against_others(
         engine(folder)
     said = [record.getMessage() for record in caplog_vllm.records if "EXL3: provider" in record.getMessage()]
     why = "runs on CUDA, not on cpu"
-    assert said == [f"EXL3: provider torch for linear layers; not native: {why}; not exllamav3: {why}"] * 2
+    assert said == [f"EXL3: provider torch for linear layers in float32; not native: {why}; not exllamav3: {why}"] * 2
 
 
 def test_layers_that_nobody_can_run_are_refused_before_weights_are_read(engine, make, read, monkeypatch):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from tests.engine.server import serve_and_fail
+from validate.__main__ import main as validate
 from vllm import envs, exl3_envs
 
 NAMES = [knob.name for knob in exl3_envs.KNOBS]
@@ -28,6 +32,29 @@ def test_bad_value_names_its_variable(monkeypatch, knob):
     monkeypatch.setenv(knob.name, "nonsense")
     with pytest.raises(ValueError, match=f"^{knob.name}='nonsense': want {knob.wanted}$"):
         getattr(envs, knob.name)
+
+
+def test_bad_values_are_refused_at_once_by_the_front_end(monkeypatch, tmp_path):
+    """Making the configuration is all that runs before a worker starts."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    folder = tmp_path / "checkpoint"
+    assert validate(["make-checkpoint", "dense", str(folder)]) == 0
+    for knob in exl3_envs.KNOBS:
+        monkeypatch.setenv(knob.name, "nonsense")
+    messages = [f"{knob.name}='nonsense': want {knob.wanted}" for knob in exl3_envs.KNOBS]
+    with pytest.raises(ValueError, match=re.escape("; ".join(messages))):
+        EngineArgs(model=str(folder), max_model_len=256).create_engine_config()
+
+
+@pytest.mark.slow
+def test_a_server_refuses_a_bad_value_before_a_worker_starts(tmp_path):
+    folder = tmp_path / "checkpoint"
+    assert validate(["make-checkpoint", "dense", str(folder)]) == 0
+    code, log, _ = serve_and_fail(folder, tmp_path, VLLM_EXL3_LOG_PATH_SELECTION="yes")
+    assert code != 0
+    assert "VLLM_EXL3_LOG_PATH_SELECTION='yes': want 0 or 1" in log
+    assert "EngineCore" not in log
 
 
 VALUES = {
@@ -58,8 +85,6 @@ def test_cache_key_holds_what_changes_the_graph_and_nothing_else():
     ],
 )
 def test_forced_provider_that_cannot_run_is_an_error(engine, tmp_path, monkeypatch, name, why):
-    from validate.__main__ import main as validate
-
     folder = tmp_path / "checkpoint"
     assert validate(["make-checkpoint", "dense", str(folder)]) == 0
     monkeypatch.setenv("VLLM_EXL3_BACKEND", name)

@@ -79,7 +79,7 @@ def test_windows_change_no_answer(engine, make, recorded, caplog_vllm, eager):
     assert len(recorded.plans.checked) == len(recorded.parity.checked) == 1
     lines = [line for line in caplog_vllm.messages if line.startswith("EXL3 experts of the target")]
     assert [line.split(",")[1].split(":")[0] for line in lines] == [" decode", " prefill", " parity"]
-    assert "2 layers; 2 to 4 rows, 16 a block" in lines[0]
+    assert "2 layers in float32; 2 to 4 rows, 16 a block" in lines[0]
     oracle = Oracle(folder)
     for ids, expected in (
         (PROMPTS[0], [("prefill", 7), ("decode", 3)]),  # ten rows, capacity seven

@@ -122,9 +122,13 @@ def test_the_first_rows_warm_every_plan_of_the_owner_and_no_other(caplog):
     draft(*activations(1))
     assert (len(plans.warmed), len(parity.warmed)) == (4, 2)
     assert len(lines) == 3
-    assert lines[0].startswith("EXL3 experts of the target, decode: recording, 2 layers; 2 to 4 rows, 8 a block; works")
+    assert lines[0].startswith(
+        "EXL3 experts of the target, decode: recording, 2 layers in float32; 2 to 4 rows, 8 a block; "
+    )
     assert "2 specialisations checked and loaded in 0.0 s" in lines[1]
-    assert lines[2].startswith("EXL3 experts of the target, parity: torch, 2 layers; 1 to 1 rows, 3 a block; ")
+    assert lines[2].startswith(
+        "EXL3 experts of the target, parity: torch, 2 layers in float32; 1 to 1 rows, 3 a block; "
+    )
 
 
 def test_every_provider_is_checked_once_for_each_kind_of_layer():

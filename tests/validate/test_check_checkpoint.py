@@ -59,6 +59,15 @@ def test_sound(capsys, tmp_path, form, said):
     assert (report["layout"], report["needs"]["tensor_parallel_sizes"], report["needs"]["codebooks"]) == said
 
 
+def test_heads_of_a_text_model_decide_the_sizes(capsys, tmp_path):
+    """As a model that also sees has it: what its language part takes is one level down."""
+    folder = make(tmp_path / "made", "dense --heads 6 --kv-heads 2 --intermediate 1536 --hidden 768")
+    sizes = audit(capsys, folder)[1]["needs"]["tensor_parallel_sizes"]
+    edit(folder, "config.json", lambda c: c.update(text_config={"num_attention_heads": c.pop("num_attention_heads")}))
+    code, report = audit(capsys, folder)
+    assert (code, report["needs"]["tensor_parallel_sizes"], sizes) == (0, [1, 2, 3, 6], [1, 2, 3, 6])
+
+
 def test_bytes_of_a_rank(capsys, tmp_path):
     folder = make(tmp_path / "made", MIXED)
     tensors = load_file(folder / "model.safetensors")
@@ -146,6 +155,45 @@ FILES = {
         ["tier_bitmap.json: unreadable"],
     ),
 }
+
+HEADER = "safetensors header"
+NOT_OBJECTS = {
+    "a config that is a list": ("config.json", [1], "config.json: holds a list, want an object"),
+    "heads that are null": (
+        "config.json", {"num_attention_heads": None},
+        "config.json: num_attention_heads: None, want a whole number, 1 or more",
+    ),
+    "a text model that is a list": (
+        "config.json", {"text_config": [1]}, "config.json: text_config: [1], want an object",
+    ),
+    "an index that is a list": (
+        "model.safetensors.index.json", [1], "model.safetensors.index.json: not a safetensors index",
+    ),
+    "a header that is a list": (HEADER, [1], "model.safetensors: safetensors header is a list, want an object"),
+    "a tensor without its place": (
+        HEADER, {"a.weight": {"dtype": "F16", "shape": [1]}},
+        "model.safetensors: a.weight: header says {'dtype': 'F16', 'shape': [1]}, want dtype, shape and data_offsets",
+    ),
+    "a tensor that is a list": (HEADER, {"a": [1]}, "model.safetensors: a: header says [1], want dtype, shape and"),
+    "a shape of words": (
+        HEADER, {"a": {"dtype": "F16", "shape": ["x"], "data_offsets": [0, 2]}}, "model.safetensors: a: header says {",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, content, message", NOT_OBJECTS.values(), ids=NOT_OBJECTS.keys())
+def test_json_of_another_kind_is_a_fault(capsys, tmp_path, name, content, message):
+    folder = make(tmp_path / "made", "dense")
+    if name == HEADER:
+        text = json.dumps(content).encode()
+        (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"\0\0")
+    else:
+        path = folder / name
+        before = json.loads(path.read_text()) if path.is_file() else {}
+        path.write_text(json.dumps(before | content if isinstance(content, dict) else content))
+    code, report = audit(capsys, folder)
+    assert code == 1
+    assert any(message in fault for fault in report["faults"]), report["faults"]
 
 
 @pytest.mark.parametrize("spoil, messages", FILES.values(), ids=FILES.keys())

@@ -147,7 +147,7 @@ class EXL3LinearMethod(LinearMethodBase):
             query = _query(tuple(pieces), layer.exl3_dtype, layer.exl3_max_rows)
             backend, refusals = choose(query, device, backends.candidates(query.fused), forced)
             why = "".join(f"; not {reason}" for reason in refusals)
-            line = f"EXL3: provider {backend.name} for linear layers{why}"
+            line = f"EXL3: provider {backend.name} for linear layers in {query.io_dtype}{why}"
             layer.exl3_owner.model.keep(("said", line), partial(logger.info, line))
             choices.append(Choice(pieces=tuple(pieces), query=query, backend=backend))
         layer.exl3_choices = device, tuple(choices)

@@ -165,12 +165,14 @@ class Line:
         self.layers = self.kernels = self.bytes = self.held = 0
         self.seconds = 0.0
         self.ranges: set[str] = set()
+        self.dtypes: set[str] = set()  # of activations and outputs
         self.refusals: dict[str, None] = {}
 
     def add(self, experts: Experts, route: Route, window: str) -> None:
         """Count a layer."""
         self.layers += 1
         self.bytes = max(self.bytes, route.plan.workspace_bytes)
+        self.dtypes.add(experts.query.io_dtype)
         self.ranges.add(experts.windows.describe(window))
         self.refusals.update(dict.fromkeys(route.refusals))
 
@@ -188,7 +190,8 @@ class Line:
         """In words."""
         memory = f"works in {self.bytes / MIB:.1f} of the arena's {need / MIB:.1f} MiB"
         warmed = f"{self.kernels} specialisations checked and loaded in {self.seconds:.1f} s, {self.held / MIB:.1f} MiB"
-        parts = [f"{self.layers} layers", ", ".join(sorted(self.ranges)), memory, warmed]
+        layers = f"{self.layers} layers in {', '.join(sorted(self.dtypes))}"
+        parts = [layers, ", ".join(sorted(self.ranges)), memory, warmed]
         return "; ".join(parts + [f"not {why}" for why in self.refusals])
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -57,7 +57,7 @@ def weight_files(folder: Path) -> list[Path]:
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, UnicodeDecodeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError([f"{index}: not a safetensors index ({error!r})"]) from None
         missing = [f"{index}: names {name}, which is not there" for name in names if not (folder / name).is_file()]
         if missing:
@@ -87,10 +87,15 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             header = json.loads(file.read(length))
         except ValueError as error:
             raise CheckpointError([f"{path}: unreadable safetensors header ({error})"]) from None
+    if not isinstance(header, dict):
+        raise CheckpointError([f"{path}: safetensors header is a {type(header).__name__}, want an object"])
     header.pop("__metadata__", None)
     data = 8 + length
     tensors, problems, end = {}, [], 0
     for name, entry in header.items():
+        if not _describes(entry):
+            problems.append(f"{path}: {name}: header says {entry!r}, want dtype, shape and data_offsets")
+            continue
         begin, stop = entry["data_offsets"]
         info = TensorInfo(entry["dtype"], tuple(entry["shape"]), path, data + begin)
         wanted = DTYPE_BYTES.get(info.dtype, 0)
@@ -105,6 +110,16 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     if problems:
         raise CheckpointError(problems)
     return tensors
+
+
+def _describes(entry: Any) -> bool:
+    """Whether a header's entry is what the format wants of a tensor."""
+    if not (isinstance(entry, dict) and isinstance(entry.get("dtype"), str)):
+        return False
+    lists = entry.get("shape"), entry.get("data_offsets")
+    if not all(isinstance(numbers, list) and all(type(n) is int and n >= 0 for n in numbers) for numbers in lists):
+        return False
+    return len(entry["data_offsets"]) == 2
 
 
 def read_folder(folder: Path) -> dict[str, TensorInfo]:

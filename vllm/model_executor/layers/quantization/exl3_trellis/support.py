@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import vllm.envs as envs
+from vllm.exl3_envs import bad_values
 from vllm.logger import init_logger
 
 from .backends import likely
@@ -17,6 +18,7 @@ from .placement import split_blocks
 from .repository import model_contents
 from .safetensors_headers import CheckpointError
 from .slabs import legal_tp, tp_refusal
+from .sparse_attention import sparse_problems
 
 if TYPE_CHECKING:
     from vllm.config import CompilationConfig, ModelConfig, ParallelConfig, VllmConfig
@@ -35,7 +37,12 @@ LOAD_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor",
 
 
 def require_supported(vllm_config: VllmConfig, experts: bool) -> None:
-    """Raise ValueError listing every option that does not work with EXL3; `experts`: it has layers of routed ones."""
+    """Raise ValueError listing every option that does not work with EXL3; `experts`: it has layers of routed ones.
+
+    Variables that do not parse come first, all of them at once: most are read in a worker only, after the load.
+    """
+    if bad := list(bad_values()):
+        raise ValueError("; ".join(bad))
     refused = []
     load_format = str(getattr(vllm_config.load_config.load_format, "value", vllm_config.load_config.load_format))
     if load_format not in LOAD_FORMATS:
@@ -57,6 +64,7 @@ def require_supported(vllm_config: VllmConfig, experts: bool) -> None:
     if parallel.enable_expert_parallel or parallel.enable_eplb:
         flag = "--enable-eplb" if parallel.enable_eplb else "--enable-expert-parallel"
         refused.append(f"{flag}: routed experts are shared by tensor parallelism only")
+    refused += _attention_problems(vllm_config)
     if refused:
         raise ValueError("not supported with EXL3: " + "; ".join(refused))
 
@@ -64,6 +72,17 @@ def require_supported(vllm_config: VllmConfig, experts: bool) -> None:
 def _offloads(vllm_config: VllmConfig) -> bool:
     offload = vllm_config.offload_config
     return bool(offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size)
+
+
+def _attention_problems(vllm_config: VllmConfig) -> list[str]:
+    """What the first GPU lacks for the model's attention."""
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
+    if capability is None:
+        return []
+    dcp = vllm_config.parallel_config.decode_context_parallel_size
+    return sparse_problems(vllm_config.model_config.architectures, (capability.major, capability.minor), dcp)
 
 
 def limit_graphs(vllm_config: VllmConfig) -> None:
