@@ -91,9 +91,15 @@ class Deployment:
     options: Mapping[str, Any]  # option without dashes -> value; True: a flag by itself, tables become JSON
     extra: tuple[str, ...]  # arguments of the command line, after all others
     environment: Mapping[str, str]  # the whole of it
-    port: int
+    listen_port: int  # the variable's; `port` is what will be listened on
     cache: Path
     target: str  # "cpu" or "cuda"
+
+    @property
+    def port(self) -> int:
+        """The command line's, else the variable's; what is no number is left to `vllm serve`."""
+        text = self._option("port") or ""
+        return int(text) if text.isdecimal() else self.listen_port
 
     @property
     def ranks(self) -> Ranks:
@@ -103,18 +109,18 @@ class Deployment:
         found = {name: self._option(option, shorts[name]) or "" for name, option in options.items()}
         return Ranks(**{name: max(1, int(text)) for name, text in found.items() if text.isdecimal()})
 
-    def _option(self, name: str, short: str) -> str | None:
+    def _option(self, name: str, short: str | None = None) -> str | None:
         """The last word on an option: the command line's, else the preset's or the variable's."""
         for index in reversed(range(len(self.extra))):
             word, equals, value = self.extra[index].partition("=")
-            if word in (f"--{name}", short):
+            if word.replace("_", "-") == f"--{name}" or word == short:  # vLLM takes both spellings
                 return value if equals else (self.extra[index + 1] if index + 1 < len(self.extra) else None)
         chosen = self.options.get(name)
         return None if chosen is None else str(chosen)
 
     def command(self) -> list[str]:
         words = ["vllm", "serve", str(self.model), "--host", self.environment.get("LISTEN_HOST", "0.0.0.0")]
-        words += ["--port", str(self.port)]
+        words += ["--port", str(self.listen_port)]
         for name, value in self.options.items():
             if value is False:
                 continue
@@ -147,8 +153,8 @@ def resolve(
     if problems:
         raise DeploymentError(problems)
     return Deployment(
-        model=Path(given.get("MODEL", "/model")), options=options, extra=tuple(extra), port=int(port), cache=cache,
-        environment=_environment(given, cache), target=str(build.get("target", "cuda")),
+        model=Path(given.get("MODEL", "/model")), options=options, extra=tuple(extra), listen_port=int(port),
+        cache=cache, environment=_environment(given, cache), target=str(build.get("target", "cuda")),
     )  # fmt: skip
 
 

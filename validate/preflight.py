@@ -8,6 +8,7 @@ Does not know what a deployment's KV cache needs: vLLM measures that once the we
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
 import socket
 import sys
@@ -162,6 +163,14 @@ def _memory(found: Machine, ranks: Ranks, audit: check_checkpoint.Audit) -> Iter
             yield f"GPU {gpu.index} ({gpu.name}): {have}, the weights of a rank take {want / GIB:.1f} GiB"
 
 
+def installed_target() -> str:
+    """What the fork beside this Python is built for, as its version says; "cuda" where there is none."""
+    try:
+        return "cpu" if importlib.metadata.version("vllm").endswith("cpu") else "cuda"
+    except importlib.metadata.PackageNotFoundError:
+        return "cuda"
+
+
 def report(told: Sequence[str]) -> str:
     """One message with everything."""
     if not told:
@@ -177,7 +186,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("folder", type=Path, help="the checkpoint")
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel size")
     parser.add_argument("--pp", type=int, default=1, help="pipeline parallel size")
-    parser.add_argument("--target", choices=("cpu", "cuda"), default="cuda", help="where it is to run")
+    parser.add_argument("--target", choices=("cpu", "cuda"), default=installed_target(), help="where it is to run")
     parser.add_argument("--port", type=int, help="also check that this port is free")
     given = parser.parse_args(arguments)
     for name in ("tp", "pp"):

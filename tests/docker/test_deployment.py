@@ -121,6 +121,18 @@ def test_ranks_of_stages_and_machines() -> None:
     assert resolve({}, extra, PRESETS, {}).ranks == Ranks(pp=2, nodes=3)
 
 
+PORTS = [((), 8100), (("--port", "9000"), 9000), (("--port=1", "--port=9000"), 9000), (("--port", "x"), 8100)]
+
+
+@pytest.mark.parametrize("extra, port", PORTS)
+def test_the_command_line_has_the_last_word_on_the_port(extra: tuple[str, ...], port: int) -> None:
+    assert resolve({"LISTEN_PORT": "8100"}, extra, PRESETS, {}).port == port
+
+
+def test_options_may_be_spelled_with_underscores() -> None:
+    assert resolve({}, ["--tensor_parallel_size=2"], PRESETS, {}).ranks == Ranks(tp=2)
+
+
 def test_caches_lie_below_one_folder_of_the_build() -> None:
     plan = resolve({"EXL3_CACHE": "/cache", "HOME": "/nowhere"}, [], PRESETS, CPU)
     assert {plan.environment[name] for name in deployment.CACHES} == {
