@@ -3,7 +3,8 @@
 
     preset (TOML)  <  variables (TP, MAX_MODEL_LEN, ...)  <  arguments given on the command line
 
-Blank means unset, everywhere. Knows neither the machine nor the checkpoint: preflight does.
+A preset's [serve] are options of `vllm serve`, its [environment] our variables, which the user's own replace. Blank
+means unset, everywhere. Knows neither the machine nor the checkpoint: preflight does.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import machine
 from .preflight import Ranks
 
 PORT = 8000  # inside the container
@@ -136,7 +138,8 @@ def resolve(
     """Raises DeploymentError with everything that is wrong with the variables."""
     given = {name: value for name, value in environment.items() if value.strip() or not _means_unset(name)}
     problems: list[str] = []
-    options = _preset(given.get("PRESET", "generic"), presets, problems)
+    options, knobs = _preset(given.get("PRESET", "generic"), presets, problems)
+    given = knobs | given
     for variable in VARIABLES:
         if (value := given.get(variable.name)) is not None:
             if not variable.accepts(value):
@@ -165,12 +168,20 @@ def _means_unset(name: str) -> bool:
     )
 
 
-def _preset(name: str, presets: Path, problems: list[str]) -> dict[str, Any]:
+def _preset(name: str, presets: Path, problems: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Its options of `vllm serve`, and its variables."""
     known = sorted(path.stem for path in presets.glob("*.toml"))
     if name not in known:
         problems.append(f"PRESET={name}: want one of {', '.join(known)}")
-        return {}
-    return dict(tomllib.loads((presets / f"{name}.toml").read_text(encoding="utf-8"))["serve"])
+        return {}, {}
+    tables = tomllib.loads((presets / f"{name}.toml").read_text(encoding="utf-8"))
+    if unknown := sorted(tables.keys() - {"serve", "environment"}):
+        problems.append(f"preset {name}: [{'], ['.join(unknown)}]; want [serve] and [environment]")
+    knobs = {knob: str(value) for knob, value in tables.get("environment", {}).items()}
+    if unknown := sorted(knobs.keys() - {knob.name for knob in machine._load_envs().KNOBS}):
+        wanted = "want VLLM_EXL3_* of the README's table"
+        problems.append(f"preset {name}: [environment] sets {', '.join(unknown)}; {wanted}")
+    return dict(tables["serve"]), knobs
 
 
 def _speculate(given: Mapping[str, str], options: dict[str, Any], problems: list[str]) -> None:
