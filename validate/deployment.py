@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from . import machine
-from .preflight import Ranks
+from .preflight import UTILISATION, Ranks
 
 PORT = 8000  # inside the container
 SECRETS = ("VLLM_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
@@ -102,6 +102,12 @@ class Deployment:
         """The command line's, else the variable's; what is no number is left to `vllm serve`."""
         text = self._option("port") or ""
         return int(text) if text.isdecimal() else self.listen_port
+
+    @property
+    def utilisation(self) -> float:
+        """Of a GPU's memory; as with the port."""
+        text = self._option("gpu-memory-utilization") or ""
+        return float(text) if _fraction(text) else UTILISATION
 
     @property
     def ranks(self) -> Ranks:

@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
     found = machine.look(plan.target)
     told = preflight.problems(
         plan.model, ranks=plan.ranks, found=found, environment=plan.environment, cache=plan.cache,
-        port=plan.port,
+        port=plan.port, utilisation=plan.utilisation,
     )  # fmt: skip
     if told:
         print(preflight.report(told), file=sys.stderr)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from validate import deployment, machine
+from validate import deployment, machine, preflight
 from validate.deployment import DeploymentError, resolve
 from validate.preflight import Ranks
 
@@ -128,6 +128,21 @@ PORTS = [((), 8100), (("--port", "9000"), 9000), (("--port=1", "--port=9000"), 9
 @pytest.mark.parametrize("extra, port", PORTS)
 def test_the_command_line_has_the_last_word_on_the_port(extra: tuple[str, ...], port: int) -> None:
     assert resolve({"LISTEN_PORT": "8100"}, extra, PRESETS, {}).port == port
+
+
+HALF = {"GPU_MEMORY_UTILIZATION": "0.5"}
+UTILISATIONS = [({}, (), 0.92), (HALF, (), 0.5), (HALF, ("--gpu-memory-utilization=0.4",), 0.4)]
+
+
+@pytest.mark.parametrize("environment, extra, fraction", UTILISATIONS)
+def test_memory_that_is_asked_for(environment: dict[str, str], extra: tuple[str, ...], fraction: float) -> None:
+    assert resolve(environment, extra, PRESETS, {}).utilisation == fraction
+
+
+def test_its_default_is_upstream_s() -> None:
+    from vllm.config import CacheConfig
+
+    assert CacheConfig().gpu_memory_utilization == preflight.UTILISATION
 
 
 def test_options_may_be_spelled_with_underscores() -> None:

@@ -75,3 +75,12 @@ def test_the_port_of_the_command_line_is_the_one_that_must_be_free(
     assert launch.main(["--", "--port", str(taken)]) == 1
     assert f"  * port {taken}: Address already in use; " in capsys.readouterr().err
     assert not started
+
+
+def test_the_preflight_is_told_how_much_memory_will_be_asked_for(
+    checkpoint: Path, started: list[Deployment], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(preflight, "problems", lambda *given, **named: asked.append(named["utilisation"]) or ["no"])
+    assert launch.main(["--", "--gpu-memory-utilization", "0.5"]) == 1
+    assert (asked, started) == ([0.5], [])
