@@ -25,8 +25,8 @@ def refused(bench: Bench, message: str, **variables: str) -> None:
 
 
 def ends(bench: Bench) -> None:
-    """By the restart policy that a user gets who sets none: a refusal is final, and so is what a dry run prints."""
-    refusal, dry = {"RESTART": "(unset)", "TP": "3"}, {"RESTART": "(unset)", "DRY_RUN": "1"}
+    """With RESTART=on-failure:3, as docs/deployment.md says: a refusal ends, and so does what a dry run prints."""
+    refusal, dry = {"RESTART": "on-failure:3", "TP": "3"}, {"RESTART": "on-failure:3", "DRY_RUN": "1"}
     for variables, code, most in ((refusal, "1", 3), (dry, "0", 0)):
         bench.compose("up", "--detach", **variables)
         name = bench.compose("ps", "--all", "--quiet", **variables).stdout.strip()
@@ -74,7 +74,7 @@ REFUSALS: dict[str, Callable[[Bench], None]] = {
     "no MODEL_DIR": lambda bench: refused(bench, "set MODEL_DIR to the folder of an EXL3", MODEL_DIR="(unset)"),
     "MODEL_DIR is not there": lambda bench: refused(bench, "does not exist", MODEL_DIR=str(bench.folder / "none")),
     "MODEL_DIR has no checkpoint": not_a_checkpoint,
-    "once and for all, by default": ends,
+    "once and for all, where asked": ends,
     "port busy": busy_port,
     "small /dev/shm": lambda bench: refused(bench, "/dev/shm: 64 MiB, want 512 MiB", SHM_SIZE="64m", TP="2"),
     "ranks that the model does not split into": lambda bench: refused(bench, "tensor parallel size 3: ", TP="3"),
