@@ -3,7 +3,8 @@
 
     preset (TOML)  <  variables (TP, MAX_MODEL_LEN, ...)  <  arguments given on the command line
 
-Blank means unset, everywhere. Knows neither the machine nor the checkpoint: preflight does.
+A preset's [serve] are options of `vllm serve`, its [environment] our variables, which the user's own replace. Blank
+means unset, everywhere. Knows neither the machine nor the checkpoint: preflight does.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .preflight import Ranks
+from . import machine
+from .preflight import UTILISATION, Ranks
 
 PORT = 8000  # inside the container
 SECRETS = ("VLLM_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
@@ -92,9 +94,21 @@ class Deployment:
     options: Mapping[str, Any]  # option without dashes -> value; True: a flag by itself, tables become JSON
     extra: tuple[str, ...]  # arguments of the command line, after all others
     environment: Mapping[str, str]  # the whole of it
-    port: int
+    listen_port: int  # the variable's; `port` is what will be listened on
     cache: Path
     target: str  # "cpu" or "cuda"
+
+    @property
+    def port(self) -> int:
+        """The command line's, else the variable's; what is no number is left to `vllm serve`."""
+        text = self._option("port") or ""
+        return int(text) if text.isdecimal() else self.listen_port
+
+    @property
+    def utilisation(self) -> float:
+        """Of a GPU's memory; as with the port."""
+        text = self._option("gpu-memory-utilization") or ""
+        return float(text) if _fraction(text) else UTILISATION
 
     @property
     def ranks(self) -> Ranks:
@@ -106,18 +120,18 @@ class Deployment:
         found = {name: self._option(*option) or "" for name, option in options.items()}
         return Ranks(**{name: max(1, int(text)) for name, text in found.items() if text.isdecimal()})
 
-    def _option(self, name: str, short: str) -> str | None:
+    def _option(self, name: str, short: str | None = None) -> str | None:
         """The last word on an option: the command line's, else the preset's or the variable's."""
         for index in reversed(range(len(self.extra))):
             word, equals, value = self.extra[index].partition("=")
-            if word in (f"--{name}", short):
+            if word.replace("_", "-") == f"--{name}" or word == short:  # vLLM takes both spellings
                 return value if equals else (self.extra[index + 1] if index + 1 < len(self.extra) else None)
         chosen = self.options.get(name)
         return None if chosen is None else str(chosen)
 
     def command(self) -> list[str]:
         words = ["vllm", "serve", str(self.model), "--host", self.environment.get("LISTEN_HOST", "0.0.0.0")]
-        words += ["--port", str(self.port)]
+        words += ["--port", str(self.listen_port)]
         for name, value in self.options.items():
             if value is False:
                 continue
@@ -133,7 +147,8 @@ def resolve(
     """Raises DeploymentError with everything that is wrong with the variables."""
     given = {name: value for name, value in environment.items() if value.strip() or not _means_unset(name)}
     problems: list[str] = []
-    options = _preset(given.get("PRESET", "generic"), presets, problems)
+    options, knobs = _preset(given.get("PRESET", "generic"), presets, problems)
+    given = knobs | given
     for variable in VARIABLES:
         if (value := given.get(variable.name)) is not None:
             if not variable.accepts(value):
@@ -153,8 +168,8 @@ def resolve(
     if problems:
         raise DeploymentError(problems)
     return Deployment(
-        model=Path(given.get("MODEL", "/model")), options=options, extra=tuple(extra), port=int(port), cache=cache,
-        environment=_environment(given, cache), target=str(build.get("target", "cuda")),
+        model=Path(given.get("MODEL", "/model")), options=options, extra=tuple(extra), listen_port=int(port),
+        cache=cache, environment=_environment(given, cache), target=str(build.get("target", "cuda")),
     )  # fmt: skip
 
 
@@ -165,12 +180,20 @@ def _means_unset(name: str) -> bool:
     )
 
 
-def _preset(name: str, presets: Path, problems: list[str]) -> dict[str, Any]:
+def _preset(name: str, presets: Path, problems: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Its options of `vllm serve`, and its variables."""
     known = sorted(path.stem for path in presets.glob("*.toml"))
     if name not in known:
         problems.append(f"PRESET={name}: want one of {', '.join(known)}")
-        return {}
-    return dict(tomllib.loads((presets / f"{name}.toml").read_text(encoding="utf-8"))["serve"])
+        return {}, {}
+    tables = tomllib.loads((presets / f"{name}.toml").read_text(encoding="utf-8"))
+    if unknown := sorted(tables.keys() - {"serve", "environment"}):
+        problems.append(f"preset {name}: [{'], ['.join(unknown)}]; want [serve] and [environment]")
+    knobs = {knob: str(value) for knob, value in tables.get("environment", {}).items()}
+    if unknown := sorted(knobs.keys() - {knob.name for knob in machine._load_envs().KNOBS}):
+        wanted = "want VLLM_EXL3_* of the README's table"
+        problems.append(f"preset {name}: [environment] sets {', '.join(unknown)}; {wanted}")
+    return dict(tables["serve"]), knobs
 
 
 def _speculate(given: Mapping[str, str], options: dict[str, Any], problems: list[str]) -> None:

@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
     found = machine.look(plan.target)
     told = preflight.problems(
         plan.model, ranks=plan.ranks, found=found, environment=plan.environment, cache=plan.cache,
-        port=plan.port,
+        port=plan.port, utilisation=plan.utilisation,
     )  # fmt: skip
     if told:
         print(preflight.report(told), file=sys.stderr)
@@ -55,9 +55,11 @@ def main(arguments: list[str]) -> int:
 
 
 def _build(home: Path) -> dict[str, Any]:
-    """What the image says it is; outside one, a CUDA installation."""
+    """What the image says it is; outside one, what is installed beside this Python."""
     path = home / "build.json"
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+    if path.is_file():
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    return {"target": preflight.installed_target()}
 
 
 def _show(plan: Deployment) -> None:

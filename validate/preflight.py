@@ -8,6 +8,7 @@ Does not know what a deployment's KV cache needs: vLLM measures that once the we
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
 import socket
 import sys
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import check_checkpoint, machine, trellis
+from . import check_checkpoint, gpu_holders, machine, trellis
 from .machine import Machine
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ GIB = 1 << 30
 SHM_PER_RANK = GIB // 4  # NCCL's and vLLM's queues between ranks; Docker's 64 MiB fails at two
 DRIVER = (580, 65)  # of CUDA 13.0, which torch's wheels are built with
 CAPABILITY = (8, 0)
+UTILISATION = 0.92  # upstream's default of --gpu-memory-utilization
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,7 @@ def problems(
     environment: Mapping[str, str],
     cache: Path | None,
     port: int | None,
+    utilisation: float = UTILISATION,
 ) -> list[str]:
     """Everything that would stop this checkpoint on this machine, one message each; empty where nothing would."""
     told = [*_environment(environment), *_cache(cache), *_port(port), *_shm(found, ranks.here)]
@@ -66,9 +69,8 @@ def problems(
         if visible := environment.get("CUDA_VISIBLE_DEVICES", "").strip():
             found = machine.seen(found, visible)
         told += _gpus(found, ranks, audit)
-    if audit is not None and not faults:
-        told += _memory(found, ranks, audit)
-    return told
+    full = list(_memory(found, ranks, audit)) if audit is not None and not faults else []
+    return [*told, *(full or _utilisation(found, ranks, utilisation))]
 
 
 def _environment(environment: Mapping[str, str]) -> Iterator[str]:
@@ -164,6 +166,26 @@ def _memory(found: Machine, ranks: Ranks, audit: check_checkpoint.Audit) -> Iter
             yield f"GPU {gpu.index} ({gpu.name}): {have}, the weights of a rank take {want / GIB:.1f} GiB"
 
 
+def _utilisation(found: Machine, ranks: Ranks, utilisation: float) -> Iterator[str]:
+    """Upstream compares the same two numbers once an engine has started, when CUDA has taken some of the first."""
+    for gpu in found.gpus[: ranks.here]:
+        free, total = gpu.free_bytes or 0, gpu.total_bytes or 0
+        want = utilisation * total
+        if free < want:
+            have = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free, utilisation {utilisation} is {want / GIB:.1f} GiB"
+            holders = ", ".join(gpu_holders.look(gpu.index)) or "the driver or others, nvidia-smi does not say which"
+            remedy = "stop them, or lower GPU_MEMORY_UTILIZATION"
+            yield f"GPU {gpu.index} ({gpu.name}): {have}; memory is held by {holders}: {remedy}"
+
+
+def installed_target() -> str:
+    """What the fork beside this Python is built for, as its version says; "cuda" where there is none."""
+    try:
+        return "cpu" if importlib.metadata.version("vllm").endswith("cpu") else "cuda"
+    except importlib.metadata.PackageNotFoundError:
+        return "cuda"
+
+
 def report(told: Sequence[str]) -> str:
     """One message with everything."""
     if not told:
@@ -180,7 +202,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel size")
     parser.add_argument("--dcp", type=int, default=1, help="decode context parallel size")
     parser.add_argument("--pp", type=int, default=1, help="pipeline parallel size")
-    parser.add_argument("--target", choices=("cpu", "cuda"), default="cuda", help="where it is to run")
+    parser.add_argument("--target", choices=("cpu", "cuda"), default=installed_target(), help="where it is to run")
+    parser.add_argument(
+        "--gpu-memory-utilization", type=float, default=UTILISATION, help="fraction of each GPU that the server takes"
+    )
     parser.add_argument("--port", type=int, help="also check that this port is free")
     given = parser.parse_args(arguments)
     for name in ("tp", "dcp", "pp"):
@@ -188,6 +213,9 @@ def main(arguments: list[str]) -> int:
             parser.error(f"--{name} {getattr(given, name)}, want 1 or more")
     found = machine.look(given.target)
     ranks = Ranks(tp=given.tp, dcp=given.dcp, pp=given.pp)
-    told = problems(given.folder, ranks=ranks, found=found, environment=os.environ, cache=None, port=given.port)
+    told = problems(
+        given.folder, ranks=ranks, found=found, environment=os.environ, cache=None, port=given.port,
+        utilisation=given.gpu_memory_utilization,
+    )  # fmt: skip
     print(report(told), file=sys.stderr if told else sys.stdout)
     return 1 if told else 0

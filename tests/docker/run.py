@@ -18,18 +18,18 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import engine
+import refusals
 import twice
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / ".cache"
 TAG, TAG_CUDA = "exl3-vllm:test-cpu", "exl3-vllm:test-cuda"
-DRIVER_MESSAGE = "could not select device driver"  # what Docker says of a GPU reservation without a GPU
 STOP_SECONDS = 15
 
 
@@ -80,7 +80,7 @@ def main() -> int:
             build(bench, base, "--target=cpu", f"--tag={TAG}")
             prepare(bench)
             serve(bench)
-            for name, check in REFUSALS.items():
+            for name, check in refusals.REFUSALS.items():
                 with step(f"refused: {name}"):
                     check(bench)
             with step("installed files against the lock"):
@@ -194,68 +194,17 @@ def chat(bench: Bench) -> str:
 
 
 def confined(bench: Bench) -> None:
-    script = "id -u; touch /model/x 2>&1; touch /opt/x 2>&1; command -v gcc cc c++ make; true"
+    script = "id -u; touch /model/x 2>&1; touch /opt/x 2>&1; command -v gcc cc c++ make"
+    script += "; cp /bin/echo /tmp; /tmp/echo ran"  # as what is compiled there at run time
     lines = bench.compose("exec", "-T", "server", "sh", "-c", script).stdout.splitlines()
-    assert lines[0] == "1000", lines
-    assert [line.rpartition(": ")[2] for line in lines[1:]] == ["Read-only file system"] * 2, lines
+    assert (lines[0], lines[-1]) == ("1000", "ran"), lines
+    assert [line.rpartition(": ")[2] for line in lines[1:-1]] == ["Read-only file system"] * 2, lines
 
 
 def cached(bench: Bench) -> set[str]:
     """Files that the server wrote, but for its logs and locks."""
     cache = Path(bench.variables["CACHE_DIR"])
     return {f"{path}:{path.stat().st_mtime_ns}" for path in cache.rglob("*.pyc")}
-
-
-def refused(bench: Bench, message: str, **variables: str) -> None:
-    """`up` fails, and what it and the container say holds the message."""
-    done = bench.compose("up", "--detach", "--wait", "--wait-timeout=120", check=False, **variables)
-    said = done.stderr + bench.compose("logs", "--no-log-prefix", check=False, **variables).stdout
-    bench.compose("down", check=False, **variables)
-    assert done.returncode != 0, f"accepted: {variables}"
-    assert message in said, f"{variables}: want {message!r} in:\n{said}"
-
-
-def busy_port(bench: Bench) -> None:
-    with socket.socket() as taken:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the server's own connections may linger
-        taken.bind(("127.0.0.1", int(bench.variables["LISTEN_PORT"])))
-        taken.listen()
-        refused(bench, f"port {bench.variables['LISTEN_PORT']}: Address already in use")
-
-
-def not_a_checkpoint(bench: Bench) -> None:
-    empty = bench.folder / "empty"
-    empty.mkdir(exist_ok=True)
-    refused(bench, "model /model: no config.json, found nothing", MODEL_DIR=str(empty))
-
-
-def closed_cache(bench: Bench) -> None:
-    closed = bench.folder / "closed"
-    closed.mkdir(mode=0o700, exist_ok=True)
-    refused(bench, "Permission denied for user 1000:1000; want a folder it may write", CACHE_DIR=str(closed))
-
-
-def no_gpu(bench: Bench) -> None:
-    files = ["--file=docker/compose.yaml", "--file=docker/compose.gpu.yaml", "--file=tests/docker/host-network.yaml"]
-    done = bench.call([str(bench.tools / "docker-compose"), *files, "up", "--detach"], check=False, **bench.variables)
-    bench.compose("down", check=False)
-    assert done.returncode != 0
-    assert DRIVER_MESSAGE in done.stderr, done.stderr
-
-
-REFUSALS: dict[str, Callable[[Bench], None]] = {
-    "no IMAGE": lambda bench: refused(bench, "set IMAGE to the image to run", IMAGE="(unset)"),
-    "no MODEL_DIR": lambda bench: refused(bench, "set MODEL_DIR to the folder of an EXL3", MODEL_DIR="(unset)"),
-    "MODEL_DIR is not there": lambda bench: refused(bench, "does not exist", MODEL_DIR=str(bench.folder / "none")),
-    "MODEL_DIR has no checkpoint": not_a_checkpoint,
-    "port busy": busy_port,
-    "small /dev/shm": lambda bench: refused(bench, "/dev/shm: 64 MiB, want 512 MiB", SHM_SIZE="64m", TP="2"),
-    "ranks that the model does not split into": lambda bench: refused(bench, "tensor parallel size 3: ", TP="3"),
-    "no such preset": lambda bench: refused(bench, "PRESET=best: want one of generic, glm-5.2-exl3", PRESET="best"),
-    "a knob's value": lambda bench: refused(bench, "VLLM_EXL3_FUSED=maybe: want ", VLLM_EXL3_FUSED="maybe"),
-    "cache that is another's": closed_cache,
-    "GPUs where there are none": no_gpu,
-}
 
 
 def compiled(bench: Bench, base: str) -> None:

@@ -10,10 +10,11 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from validate import deployment
+from validate import deployment, machine, preflight
 from validate.deployment import DeploymentError, resolve
 from validate.preflight import Ranks
 
@@ -122,6 +123,77 @@ def test_ranks_of_stages_and_machines() -> None:
     assert resolve({}, extra, PRESETS, {}).ranks == Ranks(pp=2, nodes=3)
     assert resolve({"DCP": "2"}, [], PRESETS, {}).ranks == Ranks(dcp=2)
     assert resolve({"DCP": "2"}, ["-dcp", "4"], PRESETS, {}).ranks == Ranks(dcp=4)
+
+
+PORTS = [((), 8100), (("--port", "9000"), 9000), (("--port=1", "--port=9000"), 9000), (("--port", "x"), 8100)]
+
+
+@pytest.mark.parametrize("extra, port", PORTS)
+def test_the_command_line_has_the_last_word_on_the_port(extra: tuple[str, ...], port: int) -> None:
+    assert resolve({"LISTEN_PORT": "8100"}, extra, PRESETS, {}).port == port
+
+
+HALF = {"GPU_MEMORY_UTILIZATION": "0.5"}
+UTILISATIONS = [({}, (), 0.92), (HALF, (), 0.5), (HALF, ("--gpu-memory-utilization=0.4",), 0.4)]
+
+
+@pytest.mark.parametrize("environment, extra, fraction", UTILISATIONS)
+def test_memory_that_is_asked_for(environment: dict[str, str], extra: tuple[str, ...], fraction: float) -> None:
+    assert resolve(environment, extra, PRESETS, {}).utilisation == fraction
+
+
+def test_its_default_is_upstream_s() -> None:
+    from vllm.config import CacheConfig
+
+    assert CacheConfig().gpu_memory_utilization == preflight.UTILISATION
+
+
+def test_options_may_be_spelled_with_underscores() -> None:
+    assert resolve({}, ["--tensor_parallel_size=2"], PRESETS, {}).ranks == Ranks(tp=2)
+
+
+def preset(folder: Path, text: str) -> Path:
+    (folder / "mine.toml").write_text(f'[serve]\nquantization = "exl3"\n{text}')
+    return folder
+
+
+def test_a_preset_sets_variables_and_the_user_s_win(tmp_path: Path) -> None:
+    presets = preset(tmp_path, "[environment]\nVLLM_EXL3_PREFILL_CAPACITY = 512\nVLLM_EXL3_FUSED = false\n")
+
+    def knobs(**environment: str) -> tuple[str, str]:
+        found = resolve({"PRESET": "mine"} | environment, [], presets, {}).environment
+        assert list(machine.knob_problems(found)) == []
+        return found["VLLM_EXL3_PREFILL_CAPACITY"], found["VLLM_EXL3_FUSED"]
+
+    assert knobs(VLLM_EXL3_PREFILL_CAPACITY=" ") == ("512", "False")
+    assert knobs(VLLM_EXL3_PREFILL_CAPACITY="256", VLLM_EXL3_FUSED="1") == ("256", "1")
+
+
+TABLES = {
+    "[environment]\nVLLM_EXL3_CAPACITY = 1\nHOME = 'x'\nVLLM_EXL3_FUSED = 1\n":
+        "preset mine: [environment] sets HOME, VLLM_EXL3_CAPACITY; want VLLM_EXL3_* of the README's table",
+    "[environ]\nVLLM_EXL3_FUSED = 1\n": "preset mine: [environ]; want [serve] and [environment]",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", TABLES)
+def test_what_a_preset_may_not_set(tmp_path: Path, text: str) -> None:
+    with pytest.raises(DeploymentError) as error:
+        resolve({"PRESET": "mine"}, [], preset(tmp_path, text), {})
+    assert error.value.problems == [TABLES[text]]
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in PRESETS.glob("*.toml")))
+def test_a_preset_s_variables_can_be_followed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By routed experts, in a step of as many rows as the preset has."""
+    from vllm import exl3_envs
+    from vllm.model_executor.layers.quantization.exl3_trellis.moe_plan import Limits
+
+    plan = resolve({"PRESET": name}, [], PRESETS, {})
+    for knob in exl3_envs.KNOBS:
+        monkeypatch.setenv(knob.name, plan.environment.get(knob.name, ""))
+    limits = Limits.read(SimpleNamespace(**{knob.name: knob.read() for knob in exl3_envs.KNOBS}))
+    assert list(limits.problems(plan.options.get("max-num-batched-tokens", 2048))) == []
 
 
 def test_caches_lie_below_one_folder_of_the_build() -> None:

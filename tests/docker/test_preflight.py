@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from validate import check_checkpoint, machine, preflight
+from validate import check_checkpoint, gpu_holders, machine, preflight
 from validate.__main__ import main
 from validate.machine import Gpu, Machine
 
@@ -96,11 +96,34 @@ def test_hidden_gpus_do_not_count(checkpoint: Path) -> None:
 def test_stages_and_machines_share_the_model(checkpoint: Path) -> None:
     whole = check_checkpoint.Audit(checkpoint, 1).rank_bytes()
     room = sum(whole[name] for name in ("experts", "other_tensors_of_all_ranks")) * 3 // 4
-    small = replace(BOX, gpus=tuple(replace(gpu, free_bytes=room) for gpu in BOX.gpus))
+    small = replace(BOX, gpus=tuple(replace(gpu, free_bytes=room, total_bytes=room) for gpu in BOX.gpus))
     assert len(told(checkpoint, small)) == 1
     assert told(checkpoint, small, pp=2) == []
     assert told(checkpoint, pp=4, tp=2) == ["tensor parallel size 2, pipeline parallel size 4: 4 GPUs are visible (TP)"]
     assert told(checkpoint, pp=4, tp=2, nodes=2) == []
+
+
+HELD = "GPU 0 (RTX PRO 6000): 60.0 of 96.0 GiB free, utilisation 0.92 is 88.3 GiB; memory is held by "
+
+
+@pytest.mark.parametrize("holders", [["python (process 7, 35.0 GiB)", "ollama (process 9)"], []])
+def test_a_card_that_others_use(checkpoint: Path, holders: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_holders, "look", lambda index: holders)
+    unknown = "the driver or others, nvidia-smi does not say which"
+    known = "python (process 7, 35.0 GiB), ollama (process 9)" if holders else unknown
+    shared = with_gpu(free_bytes=60 * GIB)
+    assert told(checkpoint, shared) == [f"{HELD}{known}: stop them, or lower GPU_MEMORY_UTILIZATION"]
+    assert told(checkpoint, shared, CUDA_VISIBLE_DEVICES="1") == []
+    asked = {"ranks": preflight.Ranks(), "environment": {}, "cache": None, "port": None}
+    for utilisation, count in ((0.62, 0), (0.63, 1)):  # of 96 GiB: 59.5 and 60.5
+        assert len(preflight.problems(checkpoint, found=shared, utilisation=utilisation, **asked)) == count
+
+
+HOLDERS = "7, /usr/bin/python3, 35840\n9, [Not Found], [N/A]\nNo running processes found\n"
+
+
+def test_nvidia_smi_s_processes() -> None:
+    assert gpu_holders.read(HOLDERS) == ["python3 (process 7, 35.0 GiB)", "[Not Found] (process 9)"]
 
 
 def test_docker_s_own_shm_is_enough_for_one_rank(checkpoint: Path) -> None:

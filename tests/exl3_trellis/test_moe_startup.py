@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.exl3_trellis import recording
 from tests.exl3_trellis.planned_experts import (
     LIMITS,
     MOST,
@@ -103,6 +104,31 @@ def test_without_a_prefill_plan_no_capacity_is_advised(monkeypatch):
     monkeypatch.setattr(moe_startup, "aligned", allocate)
     with pytest.raises(RuntimeError, match="no VLLM_EXL3_PREFILL_CAPACITY makes it fit"):
         arena_of(layer)
+
+
+# capacity, rows of the decode plan, bytes a row -> the end of the prefill plan's line; the decode plan's says nothing
+SAVINGS = {
+    (3072, 4, 1 << 18): "; VLLM_EXL3_PREFILL_CAPACITY=1024 would free 512 MiB",
+    (2049, 4, 1 << 18): "; VLLM_EXL3_PREFILL_CAPACITY=1024 would free 256 MiB",  # and a quarter
+    (2048, 4, 1 << 18): "",
+    (3072, 1024, 1 << 18): "",  # such a capacity would be refused
+    (1024, 4, 1 << 30): "",
+}
+
+
+@pytest.mark.parametrize(("case", "end"), SAVINGS.items())
+def test_the_log_says_what_a_smaller_capacity_would_free(monkeypatch, caplog, case, end):
+    capacity, decode_rows, bytes_a_row = case
+    monkeypatch.setattr(recording, "BYTES_A_ROW", bytes_a_row)
+    monkeypatch.setattr(moe_startup, "aligned", lambda size, device: torch.empty(0, dtype=torch.uint8))
+    monkeypatch.setattr(Recording, "warm", lambda *given: 1)
+    layer = planned(owner_of(capacity=4096), both(), Limits(decode_rows=decode_rows, capacity=capacity))
+    with caplog.at_level(logging.INFO, "vllm.exl3"):
+        arena_of(layer)
+    decode, prefill = [record.getMessage() for record in caplog.records]
+    assert "VLLM_EXL3_PREFILL_CAPACITY" not in decode
+    assert prefill.endswith(f" MiB{end}")
+    assert prefill.count("VLLM_EXL3_PREFILL_CAPACITY") == bool(end)
 
 
 def test_the_first_rows_warm_every_plan_of_the_owner_and_no_other(caplog):

@@ -34,6 +34,8 @@ logger = logging.getLogger("vllm.exl3")
 ALIGNMENT = 256  # bytes, of an arena
 MIB = 1 << 20
 WINDOWS = ("decode", "prefill", "parity")
+SMALL_CAPACITY = 1024  # rows, that the log weighs against a larger prefill capacity
+WORTH_SAYING = 256 * MIB  # and what it must free for that; a small one has longer prompts run in slices
 
 
 def startup_of(owner: Owner) -> Startup:
@@ -136,10 +138,19 @@ class Startup:
                     line.add(experts, route, window.name)
                     line.kernels += self._make_ready(owner, layer, experts, route, arena, line)
             for (window_name, provider), line in sorted(lines.items(), key=lambda item: WINDOWS.index(item[0][0])):
-                logger.info(
-                    "EXL3 experts of the %s, %s: %s, %s", owner.role, window_name, provider, line.text(self.need)
-                )
+                hint = self._saving(owner) if window_name == "prefill" else ""
+                text = line.text(self.need) + hint
+                logger.info("EXL3 experts of the %s, %s: %s, %s", owner.role, window_name, provider, text)
             self.ready = True
+
+    def _saving(self, owner: Owner) -> str:
+        """What a small capacity would free for the KV cache: vLLM itself knows of no capacity.  Blank: little."""
+        windows = next(iter(self.layers.values())).windows
+        if not (windows.decode and windows.prefill and windows.decode.rows < SMALL_CAPACITY < windows.prefill.rows):
+            return ""
+        freed = self.need - self._need_with(SMALL_CAPACITY, owner)
+        knob = f"VLLM_EXL3_PREFILL_CAPACITY={SMALL_CAPACITY}"
+        return f"; {knob} would free {freed / MIB:.0f} MiB" if freed > WORTH_SAYING else ""
 
     def _make_ready(
         self, owner: Owner, layer: Module, experts: Experts, route: Route, arena: torch.Tensor, line: Line
