@@ -39,7 +39,10 @@ def test_refuses_with_a_reason(changes, device, reason):
     assert why.startswith(reason)
 
 
-EDGES = [(1, 16), (1638, 16), (1639, 32), (3276, 32), (3277, 64), (6553, 64), (6554, 128), (32768, 128), (32769, 256), (1 << 20, 256)]
+EDGES = [
+    (1, 16), (1638, 16), (1639, 32), (3276, 32), (3277, 64), (6553, 64), (6554, 128), (32768, 128), (32769, 256),
+    (1 << 20, 256),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("routes, tile", EDGES)

@@ -27,8 +27,8 @@ from ..slabs import MATRIX, slabs
 name = "native"
 capturable = True
 
-# The prefill kernel of 128 rows at 8 bits: two stages of x and of 128 x 128 weights, and what aligns them. SM90 has room
-# for 256 rows.
+# The prefill kernel of 128 rows at 8 bits: two stages of x and of 128 x 128 weights, and what aligns them. SM90 has
+# room for 256 rows.
 SHARED_BYTES = 2 * (128 * 256 + 16_384) + 1_024
 IO_TYPES = ("float16", "bfloat16", "float32")
 BLOCKS_PER_SM = 2  # what the registers of the prefill kernels allow
@@ -157,8 +157,8 @@ def row_tile(experts: int, routes: int) -> int:
     one thread block an SM works at instead of two, only where an average expert does not fit into the one before.
 
     H200, GLM-5.2 at TP4, 3 bits, 512 rows: blocks of 32 and 64 rows take 1034 and 1069 µs with balanced routing, 1312
-    and 1252 with Zipf; 1,024 rows in 64 and 128: 1174 and 1248, 1681 and 1686; 4,096 rows in 128 and 256: 2290 and 2500,
-    3010 and 3080; 8,192 rows: 4600 and 4025, 5150 and 4950 (csrc/exl3/README.md).
+    and 1252 with Zipf; 1,024 rows in 64 and 128: 1174 and 1248, 1681 and 1686; 4,096 rows in 128 and 256: 2290 and
+    2500, 3010 and 3080; 8,192 rows: 4600 and 4025, 5150 and 4950 (csrc/exl3/README.md).
     """
     average, *usual, largest = routes / experts, *PREFILL_TILES
     return next((tile for tile in usual if average * 2.5 <= tile), usual[-1] if average <= usual[-1] else largest)
