@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`fetch`: everything that an image is built from, gathered by hash into one folder, so that building asks no index.
 
-build/image/
-  wheels/             every locked Python package, for the Python of the image, and the requirements files for pip
-  upstream/           the upstream wheel
-  build.json          what the image is made of; the labels, and the name of its cache folder
+    build/image/
+      wheels/             every locked Python package, for the Python of the image, and the requirements files for pip
+      upstream/           the upstream wheel
+      build.json          what the image is made of; the labels, and the name of its cache folder
 """
 
 from __future__ import annotations
