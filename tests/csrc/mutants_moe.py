@@ -80,8 +80,8 @@ MOE_MUTANTS = {
     ),
     "moe-next-inputs-one-chunk-off": (
         "moe_product.cuh",
-        "tile % kTilesOfSegment * kTile * 2",
-        "tile % kTilesOfSegment * kTile",
+        "(tile + i) % kTilesOfSegment * kTile * 2",
+        "(tile + i) % kTilesOfSegment * kTile",
         BLOCKS,
     ),
     "moe-rows-beyond-the-block-stored": (

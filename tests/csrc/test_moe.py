@@ -215,7 +215,7 @@ REFUSALS = [
     ({"sizes": [*GOOD_SIZES[:4], 2049, *GOOD_SIZES[5:]]}, "2049 experts, want 1 to 2048"),
     ({"sizes": [*GOOD_SIZES[:7], 5, *GOOD_SIZES[8:]]}, "rate 5/2 with codebook 1, want 1 to 8 bits"),
     ({"sizes": [*GOOD_SIZES[:10], 5]}, "activation 5, want 0 to 4"),
-    ({"plan": [0, 24, *GOOD_PLAN[2:]]}, "blocks of 24 rows, want 8 to decode, else 16, 32, 64 or 128"),
+    ({"plan": [0, 24, *GOOD_PLAN[2:]]}, "blocks of 24 rows, want 8 to decode, else 16, 32, 64, 128 or 256"),
     (
         {"sizes": [*GOOD_SIZES[:5], 65, *GOOD_SIZES[6:]], "plan": [0, 16, 1, 2, 128, 4]},
         "130 routes in windows of 2, want at most 64 windows",
