@@ -12,6 +12,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "check-checkpoint": ("check_checkpoint", "audit a checkpoint from its headers alone"),
     "audit-log": ("audit_log", "what a server's log says that its answers do not"),
     "smoke": ("smoke", "does a running server chat, call tools and keep to a schema"),
+    "needle": ("needle", "does a running server find a sentence in long prompts"),
     "receipt": ("receipt", "what results belong to: build, trees, checkpoint, GPUs, server"),
     "plot": ("plot", "results of needle or decode as a picture"),
     "preflight": ("preflight", "can this machine serve that checkpoint"),
