@@ -13,6 +13,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "audit-log": ("audit_log", "what a server's log says that its answers do not"),
     "smoke": ("smoke", "does a running server chat, call tools and keep to a schema"),
     "needle": ("needle", "does a running server find a sentence in long prompts"),
+    "decode": ("decode", "how fast a running server decodes, and what its drafts are worth"),
     "receipt": ("receipt", "what results belong to: build, trees, checkpoint, GPUs, server"),
     "plot": ("plot", "results of needle or decode as a picture"),
     "preflight": ("preflight", "can this machine serve that checkpoint"),
