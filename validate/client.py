@@ -15,7 +15,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -160,7 +160,9 @@ class Client:
             with urllib.request.urlopen(request, timeout=self.timeout) as answer:
                 yield answer
         except urllib.error.HTTPError as error:
-            raise RefusedError(error.code, _reason(error.read())) from None
+            with suppress(OSError, http.client.HTTPException):  # the status says enough
+                raise RefusedError(error.code, _reason(error.read())) from None
+            raise RefusedError(error.code, "no reason came") from None
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or error
             raise ServerError(f"{self.url}{path}: {reason or type(error).__name__}") from None

@@ -18,12 +18,14 @@ MODELS = json.dumps({"data": [{"id": "m", "root": "m", "max_model_len": 8}]})
 
 
 @contextmanager
-def answering(answers, heard=None):
+def answering(answers, heard=None, bodies=None):
     """A server with fixed answers: path -> (status, body), or headers too."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
-            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if body and bodies is not None:
+                bodies.append(json.loads(body))
             status, body, *headers = answers.get(self.path, (404, '{"detail": "Not Found"}'))
             if heard is not None:
                 heard.append((self.path, self.headers.get("Authorization")))
@@ -191,6 +193,14 @@ def test_only_checks_that_passed_have_passed(steps, states, code, tmp_path, caps
         assert f"[{number + 1}/{len(steps)}] step {number}\n" in err
 
 
+def test_a_template_is_told_and_answers_are_bounded():
+    bodies = []
+    with answering({"/v1/models": (200, MODELS), client.CHAT: (200, "{}")}, bodies=bodies) as url:
+        smoke.main([url, "--only", "chat", "--template", '{"enable_thinking": false}', "--max-tokens", "7"])
+    assert [body["chat_template_kwargs"] for body in bodies] == [{"enable_thinking": False}] * len(bodies)
+    assert {(body["model"], body["max_tokens"], body["temperature"]) for body in bodies} == {("m", 7, 0)}
+
+
 @pytest.mark.parametrize(
     ("text", "right"),
     [
@@ -217,7 +227,7 @@ CALLED = ("get_weather", '{"city": "Paris"}')
         ([CALLED], True),
         ([CALLED, CALLED], True),
         ([], False),
-        ([CALLED, ("get_time", "{}")], False),
+        ([CALLED, ("get_time", CALLED[1])], False),
         ([("get_weather", '{"city": ')], False),
         ([("get_weather", "{}")], False),
     ],

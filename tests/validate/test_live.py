@@ -18,9 +18,11 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory):
-    """A server with drafts, tools and reasoning, and its checkpoint."""
-    with served(tmp_path_factory.mktemp("live"), *TOOLS) as found:
-        yield found
+    """A server with drafts, tools, reasoning and a key, and its checkpoint."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_API_KEY", "sk-live")  # for the server, and for the commands
+        with served(tmp_path_factory.mktemp("live"), *TOOLS) as found:
+            yield found
 
 
 @pytest.fixture
@@ -49,13 +51,22 @@ def test_smoke_passes_everything(live, tmp_path, capsys):
     assert not (tmp_path / "s.png").exists()
 
 
-def test_smoke_reads_what_the_server_says(live):
-    """Reasoning, content, calls and counts, whole and streamed."""
+@pytest.mark.parametrize(("key", "wants"), [("", "wants a key, in"), ("sk-other", "refuses the key in")])
+def test_the_server_wants_its_key(live, monkeypatch, capsys, key, wants):
+    monkeypatch.setenv("VLLM_API_KEY", key)
+    for command in (smoke, needle, decode, receipt):
+        assert command.main([live[0].url]) == 2
+        assert capsys.readouterr().err.splitlines()[-1].endswith(f"HTTP 401: the server {wants} VLLM_API_KEY")
+
+
+def test_smoke_reads_what_the_server_says(live, monkeypatch):
+    """Reasoning, content, calls and counts, whole and streamed; the prompt has blocks enough to be cached."""
+    monkeypatch.setitem(smoke.KINDS, "chat", smoke.KINDS["chat"]._replace(asked="What? " * 60))
     session = smoke.Smoke(connect(live[0].url, 60, {"max_tokens": 64}))
     for name in ("chat", "tools auto"):
         whole, streamed = session.answer(name), session.client.chat_streamed(**session.body(name))
         assert whole == streamed
-        assert not streamed.usage["prompt_tokens_details"]["cached_tokens"]  # though it is the same prompt
+        assert not streamed.usage["prompt_tokens_details"]["cached_tokens"]  # the same prompt again
         assert whole.usage["completion_tokens"] == streamed.usage["completion_tokens"] > 8
         assert whole.reasoning.split() == (["Hm", "well"] if name == "chat" else ["Look", "it", "up"])
         assert [json.loads(call[1]) for call in whole.calls] == ([] if name == "chat" else [{"city": "Paris"}])
