@@ -72,7 +72,10 @@ def server(client: Client) -> dict[str, Any]:
 
 def here() -> dict[str, Any]:
     """Build, installed fork and GPUs of this side."""
-    return {"build": build(), "installed": installed(), "gpu": gpus(), "python": platform.python_version()}
+    made, found = build(), installed()
+    trees = made.get("tree")  # of the image's target, or of each
+    found["as_locked"] = found.get("recorded_tree") in (trees.values() if isinstance(trees, dict) else (trees,))
+    return {"build": made, "installed": found, "gpu": gpus(), "python": platform.python_version()}
 
 
 def build() -> dict[str, Any]:
@@ -82,7 +85,7 @@ def build() -> dict[str, Any]:
         return {"source": "image", **json.loads(facts.read_text(encoding="utf-8"))}
     lock = ROOT / "release" / "manifest.lock"
     if not lock.is_file():
-        return {"source": "unknown"}
+        return {"source": "unknown", "tree": ""}
     text = lock.read_bytes()
     trees = {target: locked["tree"] for target, locked in tomllib.loads(text.decode())["composed"].items()}
     return {"source": "checkout", "lock_sha256": hashlib.sha256(text).hexdigest(), "tree": trees}

@@ -87,7 +87,16 @@ def test_an_image_tells_its_build_and_a_checkout_its_lock(tmp_path, monkeypatch)
     assert found["lock_sha256"] == sha256_of_file(receipt.ROOT / "release" / "manifest.lock")
     assert set(found["tree"]) == {"cpu", "cuda"}
     monkeypatch.setattr(receipt, "ROOT", tmp_path / "nowhere")
-    assert receipt.build() == {"source": "unknown"}
+    assert receipt.build() == {"source": "unknown", "tree": ""}
+
+
+@pytest.mark.parametrize(
+    ("tree", "as_locked"), [("ab", True), ({"cpu": "ab", "cuda": "cd"}, True), ("cd", False), ({"cuda": "cd"}, False)]
+)
+def test_says_whether_what_is_installed_is_what_was_locked(monkeypatch, tree, as_locked):
+    monkeypatch.setattr(receipt, "build", lambda: {"tree": tree})
+    monkeypatch.setattr(receipt, "installed", lambda: {"recorded_tree": "ab"})
+    assert receipt.here()["installed"]["as_locked"] is as_locked
 
 
 def test_gpus_are_named_with_their_driver(monkeypatch):
