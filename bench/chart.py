@@ -3,42 +3,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from validate.plot import beside
 
 
 def main(argv: list[str]) -> int:
     """Draw speed over bf16 against rows, for every rate, with exllamav3 beside."""
-    return plot(Path(argv[0]), "bench.chart", figure_of)
-
-
-def plot(path: Path, module: str, figure_of: Callable[[dict[str, Any], Any], Any]) -> int:
-    """Write FILE.png beside FILE.json, where matplotlib is installed.
-
-    Args:
-        path: FILE.json, as a benchmark wrote it.
-        module: what to run later if it is not.
-        figure_of: makes the figure, from the result and pyplot.
-    """
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        print(f"no plot: matplotlib is not installed; later: python -m {module} {path}")
-        return 0
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    result = json.loads(path.read_text())
-    if not result["rows"]:
-        return 0
-    figure = figure_of(result, pyplot)
-    figure.tight_layout()
-    figure.savefig(path.with_suffix(".png"), dpi=110)
-    print(f"wrote {path.with_suffix('.png')}")
-    return 0
+    return beside(Path(argv[0]), "bench.chart", figure_of)
 
 
 def figure_of(result: dict[str, Any], pyplot: Any) -> Any:

@@ -7,14 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench.chart import plot
+from validate.plot import beside
 
 COLOURS = {"native": "C3", "b12x": "C0", "exl3_moe": "C1", "exl3_moe_coop": "C2", "bf16": "0.5"}
 
 
 def main(argv: list[str]) -> int:
     """Draw times against rows, for every peer, with the floor below."""
-    return plot(Path(argv[0]), "bench.moe_chart", figure_of)
+    return beside(Path(argv[0]), "bench.moe_chart", figure_of)
 
 
 def figure_of(result: dict[str, Any], pyplot: Any) -> Any:

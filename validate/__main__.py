@@ -11,6 +11,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "make-checkpoint": ("make_checkpoint", "write a synthetic EXL3 checkpoint of any layout"),
     "check-checkpoint": ("check_checkpoint", "audit a checkpoint from its headers alone"),
     "audit-log": ("audit_log", "what a server's log says that its answers do not"),
+    "smoke": ("smoke", "does a running server chat, call tools and keep to a schema"),
+    "needle": ("needle", "does a running server find a sentence in long prompts"),
+    "decode": ("decode", "how fast a running server decodes, and what its drafts are worth"),
+    "receipt": ("receipt", "what results belong to: build, trees, checkpoint, GPUs, server"),
+    "plot": ("plot", "results of needle or decode as a picture"),
     "preflight": ("preflight", "can this machine serve that checkpoint"),
     "launch": ("launch", "preset and variables to vllm serve, as the images do it"),
 }
