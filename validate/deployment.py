@@ -190,7 +190,7 @@ def _preset(name: str, presets: Path, problems: list[str]) -> tuple[dict[str, An
     if unknown := sorted(tables.keys() - {"serve", "environment"}):
         problems.append(f"preset {name}: [{'], ['.join(unknown)}]; want [serve] and [environment]")
     knobs = {knob: str(value) for knob, value in tables.get("environment", {}).items()}
-    if unknown := sorted(knobs.keys() - {knob.name for knob in machine._load_envs().KNOBS}):
+    if unknown := sorted(knobs.keys() - {knob.name for knob in machine.load_envs().KNOBS}):
         wanted = "want VLLM_EXL3_* of the README's table"
         problems.append(f"preset {name}: [environment] sets {', '.join(unknown)}; {wanted}")
     return dict(tables["serve"]), knobs

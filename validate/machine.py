@@ -137,10 +137,10 @@ def decoded_bytes(audit: Audit) -> int:
 
 def knob_problems(environment: Mapping[str, str]) -> Iterator[str]:
     """What is wrong with VLLM_EXL3_* variables whose value does not parse."""
-    yield from _load_envs().bad_values(environment)
+    yield from load_envs().bad_values(environment)
 
 
-def _load_envs() -> ModuleType:
+def load_envs() -> ModuleType:
     """The table of variables, without importing vLLM around it."""
     path = trellis.folder().parents[3] / "exl3_envs.py"
     spec = importlib.util.spec_from_file_location("exl3_envs", path)
