@@ -79,7 +79,7 @@ REFUSALS: dict[str, Callable[[Bench], None]] = {
     "small /dev/shm": lambda bench: refused(bench, "/dev/shm: 64 MiB, want 512 MiB", SHM_SIZE="64m", TP="2"),
     "ranks that the model does not split into": lambda bench: refused(bench, "tensor parallel size 3: ", TP="3"),
     "no such preset": lambda bench: refused(bench, "PRESET=best: want one of generic, glm-5.2-exl3", PRESET="best"),
-    "a knob's value": lambda bench: refused(bench, "VLLM_EXL3_FUSED=maybe: want ", VLLM_EXL3_FUSED="maybe"),
+    "a knob's value": lambda bench: refused(bench, "VLLM_EXL3_FUSED='maybe': want ", VLLM_EXL3_FUSED="maybe"),
     "cache that is another's": closed_cache,
     "GPUs where there are none": no_gpu,
 }
