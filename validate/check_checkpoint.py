@@ -120,7 +120,7 @@ class Audit:
             tensors |= found
         index = self.folder / safetensors_headers.INDEX
         if index.is_file() and not self.faults:
-            listed = json.loads(index.read_text())["weight_map"]
+            listed = safetensors_headers.read_index(self.folder)
             self.faults += [
                 f"{index.name}: {name} is said to be in {file}, which does not hold it"
                 for name, file in listed.items()

@@ -3,19 +3,15 @@
 
 from __future__ import annotations
 
-import subprocess
+from . import machine
 
-_SMI = ["nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader,nounits"]
 GIB_IN_MIB = 1024
 
 
 def look(index: int) -> list[str]:
     """The processes that compute on a GPU, by its number; graphics are not among them."""
-    try:
-        done = subprocess.run([*_SMI, f"--id={index}"], capture_output=True, text=True, check=False, timeout=60)
-    except (FileNotFoundError, subprocess.TimeoutExpired):
-        return []
-    return read(done.stdout) if done.returncode == 0 else []
+    rows, _ = machine.nvidia_smi("--query-compute-apps=pid,process_name,used_memory", f"--id={index}")
+    return read(rows)
 
 
 def read(text: str) -> list[str]:

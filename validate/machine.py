@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from .check_checkpoint import Audit
 
 _QUERY = ("index", "name", "compute_cap", "memory.total", "memory.free", "driver_version")
-_SMI = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
 MIB = 1 << 20
 
 
@@ -64,19 +63,26 @@ def _free() -> int:
     return min(free, limit - used)
 
 
-def _gpus() -> tuple[tuple[Gpu, ...], str]:
+def nvidia_smi(*query: str) -> tuple[str, str]:
+    """Its rows of comma-separated values without units, or none and why there are none."""
+    command = ["nvidia-smi", *query, "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(_SMI, capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     except FileNotFoundError:
-        return (), "there is no nvidia-smi here, so the driver has not been handed in"
+        return "", "there is no nvidia-smi here, so the driver has not been handed in"
     except subprocess.TimeoutExpired:
-        return (), "nvidia-smi does not answer"
+        return "", "nvidia-smi does not answer"
     if done.returncode:
-        return (), f"nvidia-smi says: {(done.stdout + done.stderr).strip()}"
+        return "", f"nvidia-smi says: {(done.stdout + done.stderr).strip()}"
+    return done.stdout, ""
+
+
+def _gpus() -> tuple[tuple[Gpu, ...], str]:
+    rows, error = nvidia_smi(f"--query-gpu={','.join(_QUERY)}")
     try:
-        return read_gpus(done.stdout), "nvidia-smi lists none"
-    except ValueError as error:
-        return (), str(error)
+        return read_gpus(rows), error or "nvidia-smi lists none"
+    except ValueError as unreadable:
+        return (), str(unreadable)
 
 
 def read_gpus(text: str) -> tuple[Gpu, ...]:

@@ -157,6 +157,7 @@ FILES = {
 }
 
 HEADER = "safetensors header"
+NO_INDEX = "model.safetensors.index.json: not a safetensors index"
 NOT_OBJECTS = {
     "a config that is a list": ("config.json", [1], "config.json: holds a list, want an object"),
     "heads that are null": (
@@ -166,9 +167,8 @@ NOT_OBJECTS = {
     "a text model that is a list": (
         "config.json", {"text_config": [1]}, "config.json: text_config: [1], want an object",
     ),
-    "an index that is a list": (
-        "model.safetensors.index.json", [1], "model.safetensors.index.json: not a safetensors index",
-    ),
+    "an index that is a list": ("model.safetensors.index.json", [1], NO_INDEX),
+    "an index of numbers": ("model.safetensors.index.json", {"weight_map": {"a": 1}}, NO_INDEX),
     "a header that is a list": (HEADER, [1], "model.safetensors: safetensors header is a list, want an object"),
     "a tensor without its place": (
         HEADER, {"a.weight": {"dtype": "F16", "shape": [1]}},

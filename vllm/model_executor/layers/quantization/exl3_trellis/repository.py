@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .contents import Contents, read_contents
-from .safetensors_headers import INDEX, SINGLE, CheckpointError, TensorInfo, read_folder
+from .safetensors_headers import INDEX, SINGLE, CheckpointError, TensorInfo, read_folder, read_index
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -49,17 +49,12 @@ def _snapshot(model: str, revision: str | None) -> Path | None:
 def _absent(snapshot: Path) -> list[str]:
     """The files of weights that a snapshot lacks; empty too where its index cannot be read, so that reading says so."""
     try:
-        listed = sorted(set(_index(snapshot).values()))
+        listed = sorted(set(read_index(snapshot).values()))
     except FileNotFoundError:
         return [] if (snapshot / SINGLE).is_file() else [f"{INDEX} or {SINGLE}"]
-    except (ValueError, KeyError, AttributeError, TypeError):
+    except CheckpointError:
         return []
     return [name for name in listed if not (snapshot / name).is_file()]
-
-
-def _index(snapshot: Path) -> dict[str, str]:
-    """Tensor -> file."""
-    return dict(json.loads((snapshot / INDEX).read_text())["weight_map"])
 
 
 def _require_weights(folder: Path) -> None:
@@ -84,7 +79,7 @@ def _tensors_here(snapshot: Path) -> set[str]:
     """The tensors of a snapshot's index whose files are there."""
     if not (snapshot / INDEX).is_file():
         return set()
-    return {tensor for tensor, name in _index(snapshot).items() if (snapshot / name).is_file()}
+    return {tensor for tensor, name in read_index(snapshot).items() if (snapshot / name).is_file()}
 
 
 def _unfinished(snapshot: Path, absent: list[str]) -> str:

@@ -44,6 +44,23 @@ class TensorInfo(NamedTuple):
     offset: int = 0  # of the first byte in the file
 
 
+def read_index(folder: Path) -> dict[str, str]:
+    """Tensor -> file, as the index in `folder` says.
+
+    Raises:
+        FileNotFoundError: there is none.
+        CheckpointError: it is not an index.
+    """
+    index = folder / INDEX
+    try:
+        files = json.loads(index.read_text())["weight_map"]
+        if not all(isinstance(name, str) for name in files.values()):
+            raise TypeError("weight_map: want the name of a file for each tensor")
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError([f"{index}: not a safetensors index ({error!r})"]) from None
+    return dict(files)
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files that make up the checkpoint in `folder`.
 
@@ -55,10 +72,7 @@ def weight_files(folder: Path) -> list[Path]:
     """
     index = folder / INDEX
     if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise CheckpointError([f"{index}: not a safetensors index ({error!r})"]) from None
+        names = sorted(set(read_index(folder).values()))
         missing = [f"{index}: names {name}, which is not there" for name in names if not (folder / name).is_file()]
         if missing:
             raise CheckpointError(missing)

@@ -242,12 +242,12 @@ def check(query: MoeQuery, device: torch.device) -> None:
     Raises:
         NoBackendError: one disagrees.
     """
-    one = sample(query, device)
+    one, card = sample(query, device), Device.of(device)
     prepared = prepare(one.query, one.weights)
     for window in ("decode", "prefill"):
-        planned = plan(one.query, Device.of(device), Window(name=window, rows=ROWS, block=DECODE_BLOCK))
+        planned = plan(one.query, card, Window(name=window, rows=ROWS, block=DECODE_BLOCK))
         arena = torch.full((planned.workspace_bytes,), 255, dtype=torch.uint8, device=device)
-        for tile in (DECODE_BLOCK,) if window == "decode" else tiles(Device.of(device)):
+        for tile in (DECODE_BLOCK,) if window == "decode" else tiles(card):
             y, cut = torch.empty_like(one.x), replace(planned.cut, row_tile=tile)
             _run(planned, cut, prepared, arena, one.x, one.topk_weights, one.topk_ids, y)
             error = float((y - one.truth).norm() / one.truth.norm())
