@@ -26,6 +26,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 READY, FIGURES = "BENCH-DECODE-READY", "BENCH-DECODE-FIGURES "  # begin lines of a variant's process
+LAST_LINE = 100  # characters of a log's last line, in a message
 KV_BYTES = 4 << 30  # vLLM cannot measure what is free while others start beside it
 WARM_UPS = 2
 PROMPT = list(range(5, 37))  # token ids; what they mean does not matter
@@ -129,11 +130,16 @@ def reason(log: str) -> str:
     return errors[-1] if errors else log[-1500:]
 
 
-def wait_for(process: subprocess.Popen[str], log: Path, seconds: float = math.inf) -> None:
-    """Until the engine is ready, or gone; one that is neither in `seconds` is ended."""
-    end = time.monotonic() + seconds
-    while process.poll() is None and READY not in log.read_text(errors="replace"):
-        if time.monotonic() > end:
+def wait_for(process: subprocess.Popen[str], log: Path, seconds: float = math.inf, every: float = 15.0) -> None:
+    """Until the engine is ready, or gone; one that is neither in `seconds` is ended.  Says every now and then how far
+    its log has come: a large model takes minutes."""
+    began = told = time.monotonic()
+    while process.poll() is None and READY not in (text := log.read_text(errors="replace")):
+        if time.monotonic() - told > every:
+            told = time.monotonic()
+            last = (text.strip().splitlines() or [""])[-1][:LAST_LINE]
+            print(f"{log.name:12} not ready after {told - began:3.0f} s: {last}", flush=True)
+        if time.monotonic() - began > seconds:
             with log.open("a") as out:
                 out.write(f"\nError: not ready after {seconds:g} s\n")
             os.killpg(process.pid, signal.SIGKILL)

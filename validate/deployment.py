@@ -115,9 +115,10 @@ class Deployment:
         """As the options share the model out; what is no number is left to `vllm serve`, which says so."""
         options = {
             "tp": ("tensor-parallel-size", "-tp"), "dcp": ("decode-context-parallel-size", "-dcp"),
-            "pp": ("pipeline-parallel-size", "-pp"), "nodes": ("nnodes", "-n"),
+            "pp": ("pipeline-parallel-size", "-pp"), "nodes": ("nnodes", "-n"), "dp": ("data-parallel-size", "-dp"),
         }  # fmt: skip
         found = {name: self._option(*option) or "" for name, option in options.items()}
+        found["dp"] = self._option("data-parallel-size-local", "-dpl") or found["dp"]
         return Ranks(**{name: max(1, int(text)) for name, text in found.items() if text.isdecimal()})
 
     def _option(self, name: str, short: str | None = None) -> str | None:

@@ -39,16 +39,19 @@ class Ranks:
     tp: int = 1
     dcp: int = 1  # decode context parallel size: among the tensor parallel ranks
     pp: int = 1
+    dp: int = 1  # data parallel replicas on this machine, each of them whole
     nodes: int = 1
 
     @property
     def here(self) -> int:
         """Ranks on this machine."""
-        return -(-self.tp * self.pp // self.nodes)
+        return self.dp * -(-self.tp * self.pp // self.nodes)
 
     def __str__(self) -> str:
         pipeline = f", pipeline parallel size {self.pp}" if self.pp > 1 else ""
-        return f"tensor parallel size {self.tp}{pipeline}" + (f" on {self.nodes} nodes" if self.nodes > 1 else "")
+        replicas = f", {self.dp} data parallel replicas" if self.dp > 1 else ""
+        nodes = f" on {self.nodes} nodes" if self.nodes > 1 else ""
+        return f"tensor parallel size {self.tp}{pipeline}{replicas}{nodes}"
 
 
 def problems(
@@ -202,17 +205,18 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel size")
     parser.add_argument("--dcp", type=int, default=1, help="decode context parallel size")
     parser.add_argument("--pp", type=int, default=1, help="pipeline parallel size")
+    parser.add_argument("--dp", type=int, default=1, help="data parallel replicas on this machine")
     parser.add_argument("--target", choices=("cpu", "cuda"), default=installed_target(), help="where it is to run")
     parser.add_argument(
         "--gpu-memory-utilization", type=float, default=UTILISATION, help="fraction of each GPU that the server takes"
     )
     parser.add_argument("--port", type=int, help="also check that this port is free")
     given = parser.parse_args(arguments)
-    for name in ("tp", "dcp", "pp"):
+    for name in ("tp", "dcp", "pp", "dp"):
         if getattr(given, name) < 1:
             parser.error(f"--{name} {getattr(given, name)}, want 1 or more")
     found = machine.look(given.target)
-    ranks = Ranks(tp=given.tp, dcp=given.dcp, pp=given.pp)
+    ranks = Ranks(tp=given.tp, dcp=given.dcp, pp=given.pp, dp=given.dp)
     told = problems(
         given.folder, ranks=ranks, found=found, environment=os.environ, cache=None, port=given.port,
         utilisation=given.gpu_memory_utilization,

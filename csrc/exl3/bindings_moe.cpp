@@ -12,7 +12,7 @@ namespace {
 using namespace exl3;
 using torch::stable::accelerator::DeviceGuard;
 
-constexpr int kSizes = 11, kPlanned = 6, kSliceTensors = 6;
+constexpr int kSizes = 11, kPlanned = 7, kSliceTensors = 6;
 
 // Numbers of a layer and of its plan, in the order of ops_moe.py.
 MoeArgs numbers(int64_t m, int64_t slices, const std::vector<int64_t>& sizes, const std::vector<int64_t>& plan) {
@@ -29,6 +29,7 @@ MoeArgs numbers(int64_t m, int64_t slices, const std::vector<int64_t>& sizes, co
   args.weight_on_input = sizes[9] != 0;
   args.activation = static_cast<MoeActivation>(sizes[10]);
   args.decode = plan[0] != 0;
+  args.pairs = plan[6] != 0;
   int* const of_plan[] = {&args.row_tile, &args.parts, &args.window, &args.down_columns, &args.grid};
   for (size_t i = 0; i < std::size(of_plan); ++i) *of_plan[i] = static_cast<int>(plan[i + 1]);
 
@@ -42,10 +43,10 @@ MoeArgs numbers(int64_t m, int64_t slices, const std::vector<int64_t>& sizes, co
   check_rate(args.max_rate2, args.codebook);
   STD_TORCH_CHECK(sizes[10] >= 0 && sizes[10] <= static_cast<int>(MoeActivation::kSquaredRelu), "exl3: activation ",
                   sizes[10], ", want 0 to 4");
-  constexpr int kTiles[] = {16, 32, 64, 128, kMaxRowTile};
+  constexpr int kTiles[] = {16, 32, 64, kMaxRowTile};
   const bool tile = args.decode ? args.row_tile == kDecodeRows
                                 : std::find(std::begin(kTiles), std::end(kTiles), args.row_tile) != std::end(kTiles);
-  STD_TORCH_CHECK(tile, "exl3: blocks of ", args.row_tile, " rows, want 8 to decode, else 16, 32, 64, 128 or 256");
+  STD_TORCH_CHECK(tile, "exl3: blocks of ", args.row_tile, " rows, want 8 to decode, else 16, 32, 64 or 128");
   STD_TORCH_CHECK(args.parts >= 1 && args.parts <= (args.decode ? args.k / 128 : 1) && args.window >= 1 && args.grid >= 1,
                   "exl3: a plan of ", args.parts, " parts, windows of ", args.window, " routes and a grid of ", args.grid);
   STD_TORCH_CHECK(m * args.top_k <= static_cast<int64_t>(args.window) * kMaxWindows, "exl3: ", m * args.top_k,

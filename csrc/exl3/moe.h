@@ -11,7 +11,7 @@ constexpr int kMaxExperts = 2048;
 constexpr int kMaxWindows = 64;
 constexpr int kMatrices = 2;       // into the middle: gate and up
 constexpr int kDecodeRows = 8;     // rows of a block of the decode plan
-constexpr int kMaxRowTile = 256;   // of the prefill plan, on SM90; 128 elsewhere
+constexpr int kMaxRowTile = 128;   // of the prefill plan
 
 enum class MoeActivation : int { kSilu = 0, kSiluStep = 1, kGelu = 2, kGeluTanh = 3, kSquaredRelu = 4 };
 
@@ -37,7 +37,8 @@ struct MoeArgs {
   int64_t x_stride, y_stride;
   int m, top_k, experts, slices;
   int k, hidden, width, intermediate;  // see MoeQuery
-  int row_tile;           // rows of a block of the product: 8 in the decode plan, else 16, 32, 64, 128 or, on SM90, 256
+  int row_tile;           // rows of a block of the product: 8 in the decode plan, else 16, 32, 64 or 128
+  bool pairs;             // SM90: blocks of 64 and 128 rows take two column blocks at once, where they are even in number
   int parts;              // into which k of gate and up is cut, the same for every m; 1 but in the decode plan
   int window;             // routes in one pass of gate and up, of which there are at most kMaxWindows
   int down_columns;       // columns of y in one pass of down, a multiple of 128

@@ -19,6 +19,7 @@ struct MoeStage {
   int first_window, windows;  // whose blocks take part
   int matrices;               // gate and up, or down
   int columns, first_column;  // column blocks of a matrix
+  int item_columns;           // of an item, which divide them
   int parts, depth;           // of k; k / 128
   int64_t x_pitch;            // bytes from a source row to the next
   int64_t x_matrix;           // bytes from a matrix's input to the next within it
@@ -55,7 +56,7 @@ __device__ __forceinline__ int take(int& n, Divisor d) {
   return rest;
 }
 
-// The item of number `index`: its part of k first, then column block, matrix, slice and block of routes.
+// The item of number `index`: its part of k first, then columns, matrix, slice and block of routes.
 __device__ __forceinline__ void describe_item(const MoeCall& call, const MoeStage& stage, int index, MoeItem& item) {
   const MoeArgs& args = call.args;
   const int* first_of_window = reinterpret_cast<const int*>(args.arena + call.arena.header) + 1 + stage.first_window;
@@ -72,13 +73,13 @@ __device__ __forceinline__ void describe_item(const MoeCall& call, const MoeStag
   item.pitch = (stage.down ? args.k : args.width) * rate2;
   item.weights = args.slice[slice].trellis[stage.down] + (entry >> 5) +
                  static_cast<int64_t>(first) * (kUnitDepth / kTile) * item.pitch +
-                 static_cast<int64_t>(stage.first_column + column) * kBlockTiles * 16 * rate2;
+                 static_cast<int64_t>(stage.first_column + column * stage.item_columns) * kBlockTiles * 16 * rate2;
   item.x = static_cast<uint32_t>((slice * stage.matrices + matrix) * stage.x_matrix + first * kUnitDepth * 2 * call.arena.twice);
   item.start = block.start;
   item.source = block.start - before;
   item.rows = block.count;
   item.sums = (part * stage.part_rows + block.start - before) * stage.sum_pitch +
-              ((slice * stage.matrices + matrix) * stage.columns + column) * kBlockColumns;
+              ((slice * stage.matrices + matrix) * stage.columns + column * stage.item_columns) * kBlockColumns;
   item.stages = part_start(stage, part + 1) - first;
   if (!args.decode) return;
   const Route* sorted = reinterpret_cast<const Route*>(args.arena + call.arena.sorted) + block.start;

@@ -12,9 +12,11 @@ cudaError_t launch_moe_shape(const MoeCall& call, const MoeStage& stage, bool de
   auto multiply = moe_product_kernel<kBook, S>;
   const cudaError_t status = cudaFuncSetAttribute(multiply, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (status != cudaSuccess) return status;
-  const int blocks = S::kWide ? (call.args.grid + 1) / 2 : call.args.grid;  // half as many fill the card
+  const int blocks = S::kWhole ? (call.args.grid + 1) / 2 : call.args.grid;  // half as many fill the card
   const Launch launch(dim3(blocks), S::kThreads, shared, dependent, stream);
   MoeStage sized = stage;
+  sized.item_columns = S::kColumnBlocks;
+  sized.by_column = Divisor(stage.columns / S::kColumnBlocks);
   sized.stage_bytes = S::stage_bytes(call.args.max_rate2);
   return cudaLaunchKernelEx(&launch.config, multiply, call, sized);
 }

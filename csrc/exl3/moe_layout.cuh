@@ -77,6 +77,9 @@ inline float sum_scale(const MoeArgs& args, int depth) {
   return scale;
 }
 
+// 2K up to which blocks take two column blocks at once: more bits have more places to keep than there are registers.
+constexpr int max_pair_rate2(Codebook book) { return book == Codebook::kMul1 ? 10 : 12; }
+
 // What every kernel of a call is given.
 struct MoeCall {
   MoeArgs args;

@@ -15,6 +15,7 @@ inline int over(int count, int each) { return (count + each - 1) / each; }
 
 inline void divide_items(const MoeArgs& args, MoeStage& stage) {
   stage.sum_pitch = static_cast<int64_t>(args.slices) * stage.matrices * stage.columns * kBlockColumns;
+  stage.item_columns = 1;
   stage.by_part = Divisor(stage.parts), stage.by_column = Divisor(stage.columns);
   stage.by_matrix = Divisor(stage.matrices), stage.by_slice = Divisor(args.slices);
 }

@@ -11,12 +11,13 @@
 
 namespace exl3 {
 
-// kRows routes of a block.
-template <int kRows_, int kStages_>
+// kRows routes of a block, kColumnBlocks column blocks of an item.
+template <int kRows_, int kStages_, int kColumnBlocks_ = 1>
 struct MoeShape {
-  static constexpr int kRows = kRows_, kStages = kStages_, kDepth = kUnitDepth;
+  static constexpr int kRows = kRows_, kStages = kStages_, kColumnBlocks = kColumnBlocks_, kDepth = kUnitDepth;
   static constexpr int kGroups = kRows / kGroupRows;
-  static constexpr int kWarps = kBlockTiles, kThreads = 32 * kWarps;
+  static constexpr int kTiles = kColumnBlocks * kBlockTiles;  // in a row of tiles, a warp each
+  static constexpr int kWarps = kTiles, kThreads = 32 * kWarps;
   static constexpr int kTileRows = kDepth / kTile;
   static constexpr int kSwizzled = 128;  // bytes of a row of x that lie together, in 16-byte chunks swapped by row % 8
   static constexpr int kSegments = kDepth * 2 / kSwizzled;  // of a stage
@@ -30,12 +31,11 @@ struct MoeShape {
   static constexpr int kListed = 16;  // items in the list
   static constexpr bool kRowsInShared = kRowLoops > 2;  // registers are scarce
   static constexpr bool kWarpgroup = EXL3_WARPGROUP && kRows >= 32;
-  static constexpr bool kWide = kRows > 128;  // SM90 only: all registers of an SM for one thread block
-  static constexpr int kBlocksPerSm = !kWide && (kRows < 64 || kWarpgroup) ? 2 : 1;
-  static constexpr int kTilesAtOnce = kWide ? 2 : 1;  // decoded side by side: half the warps have twice the work at hand
+  static constexpr bool kWhole = kColumnBlocks > 1;  // SM90 only: one thread block has all of an SM
+  static constexpr int kBlocksPerSm = !kWhole && (kRows < 64 || kWarpgroup) ? 2 : 1;
 
   static_assert(kSegments % kSegmentsAtOnce == 0 && kRows % kRowsAtOnce == 0, "sizes nest");
-  __host__ __device__ static constexpr int stage_bytes(int rate2) { return kXStageBytes + kTileRows * kBlockTiles * 16 * rate2; }
+  __host__ __device__ static constexpr int stage_bytes(int rate2) { return kXStageBytes + kTileRows * kTiles * 16 * rate2; }
   // The tensor cores want x aligned to 1024 bytes, and dynamic shared memory begins anywhere.
   __host__ __device__ static constexpr int shared_bytes(int max_rate2) { return kStages * stage_bytes(max_rate2) + 1024; }
 };
@@ -89,7 +89,9 @@ struct MoeLoader {
     left = item.stages;
     if (left == 0) return;
     rate2 = item.rate2, pitch = item.pitch;
-    weights = item.weights + static_cast<int64_t>(threadIdx.x / 32) * pitch + threadIdx.x % 32 * 16;
+    const int warp = threadIdx.x / 32;  // each copies one row of tiles of a column block
+    weights = item.weights + static_cast<int64_t>(warp / S::kColumnBlocks) * pitch +
+              warp % S::kColumnBlocks * kBlockTiles * 16 * rate2 + threadIdx.x % 32 * 16;
     const int segment = threadIdx.x / 8 / S::kRowsAtOnce;
     x = item.x + segment * S::kSwizzled + threadIdx.x % 8 * 16;
     const MoeArgs& args = list.call.args;
@@ -158,37 +160,45 @@ struct MoeLoader {
 template <class S>
 using MoeSums = float[S::kGroups][4];
 
+template <Codebook kBook, class S>
+constexpr int kMaxRate2 = S::kColumnBlocks > 1 ? max_pair_rate2(kBook) : 16;
+
+// Tiles that a warp decodes side by side, where that leaves it registers: more bits and half rates have more places to keep.
+template <Codebook kBook, int kRate2, class S>
+constexpr int kTilesAtOnce = S::kWhole && kRate2 <= 8 && !(kBook == Codebook::kMul1 && S::kRows == 128) ? 2 : 1;
+
 #if EXL3_WARPGROUP
 // sums += one stage, for as many groups of rows as there are sums. Tiles are decoded while the ones before are multiplied.
 template <Codebook kBook, int kRate2, class S, int kGroups>
 __device__ __forceinline__ void multiply_by_warpgroup(SharedAddress weights, SharedAddress x,
                                                       const LanePlace<kRate2>& place, float (&sums)[kGroups][4]) {
-  constexpr int kTileRowBytes = kBlockTiles * Rate<kRate2>::kTileBytes, kTilesOfSegment = S::kSwizzled / 2 / kTile;
+  constexpr int kTileRowBytes = S::kTiles * Rate<kRate2>::kTileBytes, kTilesOfSegment = S::kSwizzled / 2 / kTile;
+  constexpr int kAtOnce = kTilesAtOnce<kBook, kRate2, S>;
   const auto first = swizzled_descriptor(x);
-  uint32_t a[2][S::kTilesAtOnce][4];
+  uint32_t a[2][kAtOnce][4];
 #pragma unroll
-  for (int tile = 0; tile < S::kTileRows; tile += S::kTilesAtOnce) {
-    auto& decoded = a[tile / S::kTilesAtOnce % 2];
+  for (int tile = 0; tile < S::kTileRows; tile += kAtOnce) {
+    auto& decoded = a[tile / kAtOnce % 2];
 #pragma unroll
-    for (int i = 0; i < S::kTilesAtOnce; ++i)
+    for (int i = 0; i < kAtOnce; ++i)
       decode_tile<kBook, kRate2>(SharedTile{weights + (tile + i) * kTileRowBytes}, place, decoded[i]);
     warpgroup_arrive();
 #pragma unroll
-    for (int i = 0; i < S::kTilesAtOnce; ++i) {
+    for (int i = 0; i < kAtOnce; ++i) {
       const int offset = (tile + i) / kTilesOfSegment * S::kSegmentBytes + (tile + i) % kTilesOfSegment * kTile * 2;
       warpgroup_mma(sums, decoded[i], descriptor_after(first, offset));
     }
     warpgroup_commit();
-    if (tile + S::kTilesAtOnce < S::kTileRows) warpgroup_wait<1>();  // the registers of the next tiles are free
+    if (tile + kAtOnce < S::kTileRows) warpgroup_wait<1>();  // the registers of the next tiles are free
   }
   warpgroup_wait<0>();
 }
 
-// The same for no more rows than the block has, rounded up to 32, from 128 on to 64.
+// The same for no more rows than the block has, rounded up to 32.
 template <Codebook kBook, int kRate2, class S, int kGroups>
 __device__ __forceinline__ void multiply_rows(SharedAddress weights, SharedAddress x, const LanePlace<kRate2>& place,
                                               int rows, MoeSums<S>& sums) {
-  constexpr int kLess = kGroups - (kGroups > 128 / kGroupRows ? 64 : 32) / kGroupRows;
+  constexpr int kLess = kGroups - 32 / kGroupRows;
   if constexpr (kLess > 0)
     if (rows <= kLess * kGroupRows) return multiply_rows<kBook, kRate2, S, kLess>(weights, x, place, rows, sums);
   multiply_by_warpgroup<kBook, kRate2, S>(weights, x, place, reinterpret_cast<float(&)[kGroups][4]>(sums));
@@ -200,7 +210,7 @@ __device__ __forceinline__ void multiply_rows(SharedAddress weights, SharedAddre
 template <Codebook kBook, int kRate2, class S>
 __device__ __forceinline__ void multiply_moe_stage(SharedAddress weights, SharedAddress x, uint32_t even, uint32_t odd,
                                                    const LanePlace<kRate2>& place, int rows, MoeSums<S>& sums) {
-  constexpr int kTileRowBytes = kBlockTiles * Rate<kRate2>::kTileBytes;
+  constexpr int kTileRowBytes = S::kTiles * Rate<kRate2>::kTileBytes;
   if constexpr (S::kWarpgroup) {
 #if EXL3_WARPGROUP
     multiply_rows<kBook, kRate2, S, S::kGroups>(weights, x, place, rows, sums);
@@ -304,9 +314,9 @@ __device__ __forceinline__ void multiply_items(const MoeCall& call, const MoeSta
     while (count > 0) {
       const int run = loader.left > 0 && loader.left < count ? loader.left : count;
       switch (rate2) {
-#define EXL3_RATE(r)                                                          \
-  case r:                                                                     \
-    multiply_stages<kBook, r, S>(loader, ring, run, list[number].rows, sums); \
+#define EXL3_RATE(r)                                                                                           \
+  case r:                                                                                                      \
+    if constexpr (r <= (kMaxRate2<kBook, S>)) multiply_stages<kBook, r, S>(loader, ring, run, list[number].rows, sums); \
     break;
         EXL3_RATE(2) EXL3_RATE(4) EXL3_RATE(6) EXL3_RATE(8) EXL3_RATE(10) EXL3_RATE(12) EXL3_RATE(14) EXL3_RATE(16)
         default:
@@ -339,12 +349,12 @@ template <Codebook kBook, class S>
 constexpr int kMoeBlocksPerSm =
     kBook == Codebook::kMul1 && (S::kRows == 128 || (S::kRows == 32 && !S::kWarpgroup)) ? 1 : S::kBlocksPerSm;
 
-// Grid: any number of blocks; dynamic shared memory: S::shared_bytes of the largest rate in the table. Wide blocks need
-// SM90: elsewhere their kernel is empty, and nobody launches it.
+// Grid: any number of blocks; dynamic shared memory: S::shared_bytes of the largest rate in the table. Blocks that have a
+// whole SM need SM90: elsewhere their kernel is empty, and nobody launches it.
 template <Codebook kBook, class S>
 __global__ void __launch_bounds__(S::kThreads, (kMoeBlocksPerSm<kBook, S>))
     moe_product_kernel(const __grid_constant__ MoeCall call, const __grid_constant__ MoeStage stage) {
-  if constexpr (!S::kWide || S::kWarpgroup) multiply_items<kBook, S>(call, stage);
+  if constexpr (!S::kWhole || S::kWarpgroup) multiply_items<kBook, S>(call, stage);
 }
 
 }  // namespace exl3

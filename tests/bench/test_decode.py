@@ -17,6 +17,14 @@ def test_an_engine_that_takes_too_long_is_ended_and_says_so(tmp_path):
     assert reason(log.read_text()) == "Error: not ready after 0.2 s"
 
 
+def test_an_engine_that_loads_says_how_far_it_is(tmp_path, capsys):
+    log = tmp_path / "plans"
+    command = [sys.executable, "-uc", f"import time; print('layer 3 of 78'); time.sleep(3); print('{READY}')"]
+    with running(command, {}, log) as process:
+        wait_for(process, log, 60, every=0.1)
+    assert "plans        not ready after   1 s: layer 3 of 78\n" in capsys.readouterr().out
+
+
 def test_an_engine_that_is_ready_goes_on(tmp_path):
     log = tmp_path / "log"
     command = [sys.executable, "-c", f"import time; print('{READY}', flush=True); time.sleep(600)"]

@@ -176,7 +176,8 @@ def run(
     m = call.x.shape[0]
     native_moe.ops_moe.arena_bytes = functools.partial(_arena_bytes, target)
     planned = native_moe.plan(of, DEVICE, Window(name=plan, rows=capacity or m, block=8))
-    changed = replace(planned.cut, **({"row_tile": row_tile} if row_tile else {}), **cut)
+    here = {"pairs": target == "warpgroup"} | ({"row_tile": row_tile} if row_tile else {})
+    changed = replace(planned.cut, **(here | cut))
     table = native_moe.table_of(of)
 
     def enqueue(arena: Arena) -> torch.Tensor:

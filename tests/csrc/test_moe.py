@@ -59,13 +59,15 @@ def test_a_row_has_the_same_bytes_in_every_block(tile):
         assert same_bytes(run(MIXED, call, "prefill", row_tile=tile, target="warpgroup"), whole)
 
 
-def test_blocks_of_256_rows_have_the_same_bytes():
-    """On SM90 alone: of every height that it multiplies, a full one among them."""
-    of = query([(3, 3, 3), (2, 4, 3), (4, 3, 4), (3, 3, 3), (3, 3, 3), (3, 3, 3), (3, 3, 3)], k=128, top_k=1)
-    ids = torch.repeat_interleave(torch.arange(7), torch.tensor([290, 190, 130, 100, 70, 40, 1])).view(-1, 1)
+@pytest.mark.parametrize("tile", [64, 128])
+def test_two_column_blocks_at_once_have_the_same_bytes(tile):
+    """On SM90 alone: blocks of every height, rates that differ between items, and an odd pass, which goes singly."""
+    of = query([(3, 3, 3), (4, 2, 1), (3, 4, 3), (3, 3, 5)], k=640, width=256, top_k=1)
+    ids = torch.repeat_interleave(torch.arange(4), torch.tensor([130, 100, 70, 20])).view(-1, 1)
     call = random_call(of, len(ids), ids)
-    whole = check(of, call, "prefill", row_tile=256, target="warpgroup")
-    assert same_bytes(run(of, call, "prefill", row_tile=128, target="warpgroup"), whole)
+    cut = {"row_tile": tile, "down_columns": 256, "target": "warpgroup"}
+    whole = check(of, call, "prefill", **cut)
+    assert same_bytes(run(of, call, "prefill", pairs=False, **cut), whole)
 
 
 def test_a_row_has_the_same_bytes_in_every_decode():
@@ -207,21 +209,21 @@ def test_types_and_strides(io_dtype, limit):
 
 
 GOOD_SIZES = [128, 128, 128, 128, 2, 1, 1, 6, 0, 0, 0]
-GOOD_PLAN = [0, 16, 1, 64, 128, 4]
+GOOD_PLAN = [0, 16, 1, 64, 128, 4, 0]
 REFUSALS = [
-    ({"sizes": GOOD_SIZES[1:]}, "10 sizes and 6 numbers of a plan, want 11 and 6"),
+    ({"sizes": GOOD_SIZES[1:]}, "10 sizes and 7 numbers of a plan, want 11 and 7"),
     ({"sizes": [100, *GOOD_SIZES[1:]]}, "experts of 100 x 128, want multiples of 128"),
     ({"sizes": [128, 129, *GOOD_SIZES[2:]]}, "hidden is 129, want 1 to k = 128"),
     ({"sizes": [*GOOD_SIZES[:4], 2049, *GOOD_SIZES[5:]]}, "2049 experts, want 1 to 2048"),
     ({"sizes": [*GOOD_SIZES[:7], 5, *GOOD_SIZES[8:]]}, "rate 5/2 with codebook 1, want 1 to 8 bits"),
     ({"sizes": [*GOOD_SIZES[:10], 5]}, "activation 5, want 0 to 4"),
-    ({"plan": [0, 24, *GOOD_PLAN[2:]]}, "blocks of 24 rows, want 8 to decode, else 16, 32, 64, 128 or 256"),
+    ({"plan": [0, 24, *GOOD_PLAN[2:]]}, "blocks of 24 rows, want 8 to decode, else 16, 32, 64 or 128"),
     (
-        {"sizes": [*GOOD_SIZES[:5], 65, *GOOD_SIZES[6:]], "plan": [0, 16, 1, 2, 128, 4]},
+        {"sizes": [*GOOD_SIZES[:5], 65, *GOOD_SIZES[6:]], "plan": [0, 16, 1, 2, 128, 4, 0]},
         "130 routes in windows of 2, want at most 64 windows",
     ),
-    ({"plan": [1, 8, 1, 1, 128, 4]}, "2 routes, want at most the window of a decode plan, 1"),
-    ({"plan": [*GOOD_PLAN[:4], 100, 4]}, "down in passes of 100 columns, want a multiple of 128"),
+    ({"plan": [1, 8, 1, 1, 128, 4, 0]}, "2 routes, want at most the window of a decode plan, 1"),
+    ({"plan": [*GOOD_PLAN[:4], 100, 4, 0]}, "down in passes of 100 columns, want a multiple of 128"),
     ({"weights": torch.zeros(1)}, "weights has 1 elements, want at least 2"),
     ({"ids": torch.zeros(2, dtype=torch.int16)}, "ids has scalar type 2, want 3"),
     ({"arena": torch.zeros(256, dtype=torch.uint8)}, "arena has 256 elements, want at least "),

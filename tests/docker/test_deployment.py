@@ -123,6 +123,8 @@ def test_ranks_of_stages_and_machines() -> None:
     assert resolve({}, extra, PRESETS, {}).ranks == Ranks(pp=2, nodes=3)
     assert resolve({"DCP": "2"}, [], PRESETS, {}).ranks == Ranks(dcp=2)
     assert resolve({"DCP": "2"}, ["-dcp", "4"], PRESETS, {}).ranks == Ranks(dcp=4)
+    assert resolve({}, ["-dp", "4", "--data-parallel-size-local=2"], PRESETS, {}).ranks == Ranks(dp=2)
+    assert (Ranks(tp=2, dp=4).here, Ranks(tp=2, pp=2, dp=2, nodes=2).here) == (8, 4)
 
 
 PORTS = [((), 8100), (("--port", "9000"), 9000), (("--port=1", "--port=9000"), 9000), (("--port", "x"), 8100)]

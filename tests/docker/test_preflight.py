@@ -35,8 +35,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def told(folder: Path, found: Machine = BOX, tp: int = 1, pp: int = 1, nodes: int = 1, **environment: str) -> list[str]:
-    ranks = preflight.Ranks(tp=tp, pp=pp, nodes=nodes)
+def told(folder: Path, found: Machine = BOX, tp: int = 1, **others: str | int) -> list[str]:
+    """others: further sizes, in small letters, and variables of the environment."""
+    ranks = preflight.Ranks(tp=tp, **{name: size for name, size in others.items() if name.islower()})
+    environment = {name: value for name, value in others.items() if not name.islower()}
     return preflight.problems(folder, ranks=ranks, found=found, environment=environment, cache=None, port=None)
 
 
@@ -99,6 +101,7 @@ def test_stages_and_machines_share_the_model(checkpoint: Path) -> None:
     small = replace(BOX, gpus=tuple(replace(gpu, free_bytes=room, total_bytes=room) for gpu in BOX.gpus))
     assert len(told(checkpoint, small)) == 1
     assert told(checkpoint, small, pp=2) == []
+    assert "tensor parallel size 1, 8 data parallel replicas: 4 GPUs are visible (TP)" in told(checkpoint, dp=8)
     assert told(checkpoint, pp=4, tp=2) == ["tensor parallel size 2, pipeline parallel size 4: 4 GPUs are visible (TP)"]
     assert told(checkpoint, pp=4, tp=2, nodes=2) == []
 

@@ -39,10 +39,7 @@ def test_refuses_with_a_reason(changes, device, reason):
     assert why.startswith(reason)
 
 
-EDGES = [
-    (1, 16), (1638, 16), (1639, 32), (3276, 32), (3277, 64), (6553, 64), (6554, 128), (32768, 128), (32769, 256),
-    (1 << 20, 256),
-]  # fmt: skip
+EDGES = [(1, 16), (1638, 16), (1639, 32), (3276, 32), (3277, 64), (6553, 64), (6554, 128), (1 << 20, 128)]
 
 
 @pytest.mark.parametrize("routes, tile", EDGES)
@@ -50,11 +47,12 @@ def test_row_tiles_fit_the_average_expert(routes, tile):
     assert native_moe.row_tile(256, routes) == tile
 
 
-@pytest.mark.parametrize("sm, largest", [(80, 128), (89, 128), (90, 256), (100, 128), (120, 128)])
-def test_only_sm90_has_blocks_of_256_rows(sm, largest, monkeypatch):
+@pytest.mark.parametrize("sm", [80, 89, 90, 100, 120])
+def test_only_sm90_takes_two_column_blocks_at_once(sm, monkeypatch):
     monkeypatch.setattr(ops_moe, "arena_bytes", lambda *_: 0)  # the extension's, which is not here
-    plan = native_moe.plan(LAYER, replace(HOPPER, sm=sm), Window(name="prefill", rows=4096, block=64))
-    assert plan.row_tiles[-1] == plan.cut_for(4096).row_tile == largest
+    plan = native_moe.plan(replace(LAYER, k=1408), replace(HOPPER, sm=sm), Window(name="prefill", rows=4096, block=64))
+    assert plan.cut.pairs == (sm == 90)
+    assert plan.cut.down_columns == (512 if sm == 90 else 640)  # as many as fit, of eleven column blocks
     assert plan.cut_for(30).row_tile == 64
 
 
@@ -80,8 +78,8 @@ def test_numbers_agree_with_the_sources():
     shapes = {int(rows): int(stages) for rows, stages in re.findall(r"MoeShape<(\d+), (\d+)>", prefill)}
     assert tuple(shapes) == native_moe.PREFILL_TILES
     # Of x and of weights at 8 bits, a stage of 128 k each.
-    *usual, largest = (stages * (rows * 256 + 128 * 128) + 1024 for rows, stages in shapes.items())
-    assert max(usual) == native_moe.SHARED_BYTES
-    assert largest <= HOPPER.smem
+    assert max(stages * (rows * 256 + 128 * 128) + 1024 for rows, stages in shapes.items()) == native_moe.SHARED_BYTES
+    pairs = [(int(rows), int(stages)) for rows, stages in re.findall(r"MoeShape<(\d+), (\d+), 2>", prefill)]
+    assert pairs and max(stages * (rows * 256 + 2 * 128 * 128) + 1024 for rows, stages in pairs) <= HOPPER.smem
     stages = int(re.search(r"kFewStages = (\d+)", text)[1])
     assert stages * 8 * 8 * 16 == native_moe.DECODE_RATE2_BYTES  # of 8 x 8 tiles, 16 bytes each for half a bit

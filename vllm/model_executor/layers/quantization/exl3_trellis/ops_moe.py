@@ -48,11 +48,12 @@ class Cut:
     """How its work is cut, in the operator's order."""
 
     decode: bool  # the kernels for few rows
-    row_tile: int  # routes of one expert that are multiplied at once: 8 to decode, else 16, 32, 64, 128 or 256
+    row_tile: int  # routes of one expert that are multiplied at once: 8 to decode, else 16, 32, 64 or 128
     parts: int  # into which the depth of gate and up is cut
     window: int  # routes of one pass of gate and up
     down_columns: int  # columns of y of one pass of down
     grid: int  # thread blocks that run at once
+    pairs: bool  # two column blocks at once in blocks of 64 and 128 rows, where a matrix has an even number (SM90)
 
 
 def _numbers(of: Sizes | Cut) -> list[int]:

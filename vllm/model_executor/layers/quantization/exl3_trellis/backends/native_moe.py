@@ -27,15 +27,15 @@ from ..slabs import MATRIX, slabs
 name = "native"
 capturable = True
 
-# The prefill kernel of 128 rows at 8 bits: two stages of x and of 128 x 128 weights, and what aligns them. SM90 has
-# room for 256 rows.
+# The largest prefill kernel at 8 bits: two stages of 128 rows of x and of 128 x 128 weights, and what aligns them. SM90
+# has room for weights of twice as many columns.
 SHARED_BYTES = 2 * (128 * 256 + 16_384) + 1_024
 IO_TYPES = ("float16", "bfloat16", "float32")
 BLOCKS_PER_SM = 2  # what the registers of the prefill kernels allow
 DECODE_BLOCKS_PER_SM = 4  # and of the decode kernel, if its shared memory does:
 DECODE_FIXED_BYTES, DECODE_RATE2_BYTES = 6_224, 3_072  # of a block, and for each half bit of the largest rate
 DECODE_BLOCK = 8
-PREFILL_TILES = (16, 32, 64, 128, 256)  # the last on SM90 alone
+PREFILL_TILES = (16, 32, 64, 128)
 PASSES = 4  # of gate and up and a slice, at capacity: a quarter of the routes still fills the card
 ERROR_LIMIT = 5e-3  # relative, of the start-up check; bfloat16 outputs alone round by 2e-3
 LEAST_WINDOW = 2048  # routes of a pass, below which memory is not worth another one
@@ -65,8 +65,7 @@ class NativeMoePlan:
         """For a call of so many rows."""
         if self.cut.decode:
             return self.cut
-        tile = row_tile(self.sizes.experts, rows * self.sizes.top_k)
-        return replace(self.cut, row_tile=min(tile, self.cut.row_tile))
+        return replace(self.cut, row_tile=row_tile(self.sizes.experts, rows * self.sizes.top_k))
 
 
 def can_run(query: MoeQuery, device: Device) -> tuple[bool, str]:
@@ -128,6 +127,7 @@ def _decode(query: MoeQuery, rows: int, device: Device) -> Cut:
         window=max(1, rows * query.top_k),
         down_columns=query.k,
         grid=grid,
+        pairs=False,
     )
 
 
@@ -136,32 +136,29 @@ def _prefill(query: MoeQuery, rows: int, device: Device) -> Cut:
     routes = max(1, rows * query.top_k)
     window = max(min(routes, LEAST_WINDOW), -(-routes // (PASSES * query.slices)))
     inputs = rows if query.shared_h and not query.weight_on_input else window
-    columns = inputs * 2 * query.k // routes // BLOCK * BLOCK  # what fits where the inputs were
+    pairs = device.sm == 90
+    step = BLOCK * (1 + pairs)  # an even number of column blocks
+    columns = inputs * 2 * query.k // routes // step * step  # what fits where the inputs were
     return Cut(
         decode=False,
-        row_tile=min(row_tile(query.experts, routes), tiles(device)[-1]),
+        row_tile=row_tile(query.experts, routes),
         parts=1,
         window=window,
         down_columns=max(BLOCK, min(columns, query.k)),
         grid=BLOCKS_PER_SM * device.sms,
+        pairs=pairs,
     )
 
 
-def tiles(device: Device) -> tuple[int, ...]:
-    """Rows of the prefill blocks that this card has kernels for."""
-    return PREFILL_TILES if device.sm == 90 else PREFILL_TILES[:-1]
-
-
 def row_tile(experts: int, routes: int) -> int:
-    """Rows of a prefill block: the least that 2.5 average experts fit into, for routing is uneven; the largest, which
-    one thread block an SM works at instead of two, only where an average expert does not fit into the one before.
+    """Rows of a prefill block: the least that 2.5 average experts fit into, for routing is uneven.
 
-    H200, GLM-5.2 at TP4, 3 bits, 512 rows: blocks of 32 and 64 rows take 1034 and 1069 µs with balanced routing, 1312
-    and 1252 with Zipf; 1,024 rows in 64 and 128: 1174 and 1248, 1681 and 1686; 4,096 rows in 128 and 256: 2290 and
-    2500, 3010 and 3080; 8,192 rows: 4600 and 4025, 5150 and 4950 (csrc/exl3/README.md).
+    H200, GLM-5.2 at TP4, 3 bits, blocks of 32 and 64 rows: 512 rows take 1028 and 1020 µs with balanced routing, 1286
+    and 1190 with Zipf; blocks of 64 and 128 rows: 1,024 rows take 1120 and 1167, 1576 and 1501; 2,048 rows 1432 and
+    1453, 2142 and 1957 (csrc/exl3/README.md).
     """
-    average, *usual, largest = routes / experts, *PREFILL_TILES
-    return next((tile for tile in usual if average * 2.5 <= tile), usual[-1] if average <= usual[-1] else largest)
+    average = routes / experts
+    return next((tile for tile in PREFILL_TILES if average * 2.5 <= tile), PREFILL_TILES[-1])
 
 
 def prepare(query: MoeQuery, weights: tuple[ExpertSlice, ...]) -> dict[str, torch.Tensor]:
@@ -247,8 +244,9 @@ def check(query: MoeQuery, device: torch.device) -> None:
     for window in ("decode", "prefill"):
         planned = plan(one.query, card, Window(name=window, rows=ROWS, block=DECODE_BLOCK))
         arena = torch.full((planned.workspace_bytes,), 255, dtype=torch.uint8, device=device)
-        for tile in (DECODE_BLOCK,) if window == "decode" else tiles(card):
-            y, cut = torch.empty_like(one.x), replace(planned.cut, row_tile=tile)
-            _run(planned, cut, prepared, arena, one.x, one.topk_weights, one.topk_ids, y)
-            error = float((y - one.truth).norm() / one.truth.norm())
-            self_check(error, ERROR_LIMIT, f"native: {window} in blocks of {tile} rows, {query}")
+        for tile in (DECODE_BLOCK,) if window == "decode" else PREFILL_TILES:
+            for pairs in {False, planned.cut.pairs}:
+                y, cut = torch.empty_like(one.x), replace(planned.cut, row_tile=tile, pairs=pairs)
+                _run(planned, cut, prepared, arena, one.x, one.topk_weights, one.topk_ids, y)
+                error = float((y - one.truth).norm() / one.truth.norm())
+                self_check(error, ERROR_LIMIT, f"native: {window} in blocks of {tile} rows, {query}")
