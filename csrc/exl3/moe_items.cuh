@@ -18,6 +18,7 @@ struct MoeStage {
   bool down;
   int first_window, windows;  // whose blocks take part
   int matrices;               // gate and up, or down
+  bool cut;                   // perhaps into equal shares, which end within items: moe_shares.cuh
   int columns, first_column;  // column blocks of a matrix
   int item_columns;           // of an item, which divide them
   int parts, depth;           // of k; k / 128
@@ -41,6 +42,7 @@ struct alignas(16) MoeItem {
   int pitch;                     // bytes from a row of tiles to the next
   int start, source;             // first route of the block in the sorted list; its source row
   int rows, stages, rate2;       // rows of the block; stages: 0 beyond the last item
+  bool takes, gives;             // sums from the share before, sums to the share after
   int sources[kDecodeRows];      // in the decode plan
 };
 
@@ -56,18 +58,18 @@ __device__ __forceinline__ int take(int& n, Divisor d) {
   return rest;
 }
 
-// The item of number `index`: its part of k first, then columns, matrix, slice and block of routes.
-__device__ __forceinline__ void describe_item(const MoeCall& call, const MoeStage& stage, int index, MoeItem& item) {
+// Of a list of items, one.
+struct MoePlace {
+  int block, slice, matrix, column, part;  // block: of all; column: in steps of an item's
+  int first, stages;                       // of its part of k, in units of 128
+};
+
+__device__ __forceinline__ void describe_place(const MoeCall& call, const MoeStage& stage, const MoePlace& at, MoeItem& item) {
   const MoeArgs& args = call.args;
-  const int* first_of_window = reinterpret_cast<const int*>(args.arena + call.arena.header) + 1 + stage.first_window;
-  int at = index;
-  const int part = take(at, stage.by_part), column = take(at, stage.by_column), matrix = take(at, stage.by_matrix);
-  const int slice = take(at, stage.by_slice);
-  item.stages = 0;
-  if (first_of_window[0] + at >= first_of_window[stage.windows]) return;
-  const MoeBlock& block = reinterpret_cast<const MoeBlock*>(args.arena + call.arena.blocks)[first_of_window[0] + at];
+  const int slice = at.slice, matrix = at.matrix, column = at.column, part = at.part, first = at.first;
+  const MoeBlock& block = reinterpret_cast<const MoeBlock*>(args.arena + call.arena.blocks)[at.block];
   const int64_t entry = block.weights[stage.down ? kMatrices : matrix];
-  const int first = part_start(stage, part), rate2 = static_cast<int>(entry & 31);
+  const int rate2 = static_cast<int>(entry & 31);
   const int before = stage.down ? 0 : stage.first_window * args.window;  // routes ahead of the first row of sums
   item.rate2 = rate2;
   item.pitch = (stage.down ? args.k : args.width) * rate2;
@@ -80,7 +82,8 @@ __device__ __forceinline__ void describe_item(const MoeCall& call, const MoeStag
   item.rows = block.count;
   item.sums = (part * stage.part_rows + block.start - before) * stage.sum_pitch +
               ((slice * stage.matrices + matrix) * stage.columns + column * stage.item_columns) * kBlockColumns;
-  item.stages = part_start(stage, part + 1) - first;
+  item.takes = item.gives = false;
+  item.stages = at.stages;
   if (!args.decode) return;
   const Route* sorted = reinterpret_cast<const Route*>(args.arena + call.arena.sorted) + block.start;
 #pragma unroll
@@ -88,6 +91,19 @@ __device__ __forceinline__ void describe_item(const MoeCall& call, const MoeStag
     const int route = row < block.count ? sorted[row].route : 0;
     item.sources[row] = stage.down ? item.source + row : call.by_row ? route / args.top_k : route;
   }
+}
+
+// The item of number `index`: its part of k first, then columns, matrix, slice and block of routes.
+__device__ __forceinline__ void describe_item(const MoeCall& call, const MoeStage& stage, int index, MoeItem& item) {
+  const int* first_of_window = reinterpret_cast<const int*>(call.args.arena + call.arena.header) + 1 + stage.first_window;
+  MoePlace at;
+  at.part = take(index, stage.by_part), at.column = take(index, stage.by_column), at.matrix = take(index, stage.by_matrix);
+  at.slice = take(index, stage.by_slice);
+  at.block = first_of_window[0] + index;
+  item.stages = 0;
+  if (at.block >= first_of_window[stage.windows]) return;
+  at.first = part_start(stage, at.part), at.stages = part_start(stage, at.part + 1) - at.first;
+  describe_place(call, stage, at, item);
 }
 
 }  // namespace exl3

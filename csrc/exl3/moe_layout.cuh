@@ -22,6 +22,9 @@ struct alignas(8) Route {
   int route, expert;  // route: row * top_k + slot
 };
 
+// Sizes of a block of the prefill plan, the largest first, in steps of the rows by which the product's time grows.
+constexpr int kSizeRows = 32, kBlockSizes = kMaxRowTile / kSizeRows;
+
 constexpr int kChunkRoutes = 2048;  // routes that one thread block of the prefill plan sorts
 
 struct MoeArena {
@@ -34,6 +37,10 @@ struct MoeArena {
   int64_t outputs;  // [routes][slice][down_columns] fp32 in the decode plan, else fp16: in place of the inputs
   int64_t sums;     // [parts][window][slice][gate, up][width], types as outputs
   int64_t middle;   // [routes][slice][width] fp16, each twice in the decode plan
+  // The prefill plan's shares of gate and up, see moe_shares.cuh:
+  int64_t sizes;    // int [windows * kBlockSizes + 1]: first block of each size of each window, then of none
+  int64_t flags;    // unsigned [windows][1 + grid]: shares taken, then whether each has left sums
+  int64_t carry;    // float [grid][row_tile * 64]: half of the sums that a share leaves to the next
   int64_t bytes;
   int routes, windows, window, passes;  // windows: of routes; passes: of columns
   int chunks;                           // that are sorted by a thread block each
@@ -64,7 +71,10 @@ struct MoeArena {
     inputs = outputs = aligned(places + 4ll * routes);
     sums = aligned(inputs + (input_bytes > output_bytes ? input_bytes : output_bytes));
     middle = aligned(sums + static_cast<int64_t>(args.parts) * window * args.slices * kMatrices * args.width * sum_bytes);
-    bytes = aligned(middle + static_cast<int64_t>(routes) * args.slices * args.width * 2 * twice);
+    sizes = aligned(middle + static_cast<int64_t>(routes) * args.slices * args.width * 2 * twice);
+    flags = aligned(sizes + (args.decode ? 0 : 4ll * (windows * kBlockSizes + 1)));
+    carry = aligned(flags + (args.decode ? 0 : 4ll * windows * (1 + args.grid)));
+    bytes = carry + (args.decode ? 0 : 2ll * (args.grid + args.grid % 2) * args.row_tile * kBlockColumns);
   }
 };
 
@@ -78,7 +88,7 @@ inline float sum_scale(const MoeArgs& args, int depth) {
 }
 
 // 2K up to which blocks take two column blocks at once: more bits have more places to keep than there are registers.
-constexpr int max_pair_rate2(Codebook book) { return book == Codebook::kMul1 ? 10 : 12; }
+constexpr int max_pair_rate2(Codebook book) { return book == Codebook::kMul1 ? 8 : 12; }
 
 // What every kernel of a call is given.
 struct MoeCall {

@@ -1,12 +1,12 @@
 // The grouped product of the experts: every block of routes with every column block of its expert's matrix.
 //
-// A persistent grid goes through a list of items (block, slice, matrix, column block, part of k) that follows from the
-// routing on the device; each thread block loads the first stages of its next item while it multiplies the last ones of
-// this. Within an item k ascends, and how k is cut depends on the plan alone, so a route's sums do not depend on the
-// routes beside it, nor on the row tile.
+// A persistent grid goes through a list of items (block, slice, matrix, columns) that follows from the routing on the
+// device, with a fixed stride or in equal shares; each thread block loads the first stages of its next item while it
+// multiplies the last ones of this. Within an item k ascends, whoever multiplies it, so a route's sums do not depend on
+// the routes beside it, nor on the row tile.
 #pragma once
 
-#include "moe_items.cuh"
+#include "moe_shares.cuh"
 #include "warpgroup.cuh"
 
 namespace exl3 {
@@ -32,6 +32,7 @@ struct MoeShape {
   static constexpr bool kRowsInShared = kRowLoops > 2;  // registers are scarce
   static constexpr bool kWarpgroup = EXL3_WARPGROUP && kRows >= 32;
   static constexpr bool kWhole = kColumnBlocks > 1;  // SM90 only: one thread block has all of an SM
+  static constexpr bool kShares = !kWarpgroup || kRows < 128 || kWhole;  // else there are no registers for it
   static constexpr int kBlocksPerSm = !kWhole && (kRows < 64 || kWarpgroup) ? 2 : 1;
 
   static_assert(kSegments % kSegmentsAtOnce == 0 && kRows % kRowsAtOnce == 0, "sizes nest");
@@ -49,14 +50,17 @@ struct MoeList {
   const MoeCall& call;
   const MoeStage& stage;
   MoeItem* items;  // [S::kListed], shared
+  const MoeShare& share;  // shared
   __device__ __forceinline__ const MoeItem& operator[](int number) const { return items[number % S::kListed]; }
   // Items [first, first + count) of this thread block, for all threads after the next barrier. A window's items become
   // smaller along the list, so every second round goes the other way: after a larger item comes a smaller one.
   __device__ __forceinline__ void describe(int first, int count) {
     const int number = first + static_cast<int>(threadIdx.x);
     const int place = number % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-    if (static_cast<int>(threadIdx.x) < count)
-      describe_item(call, stage, place + number * gridDim.x, items[number % S::kListed]);
+    if (static_cast<int>(threadIdx.x) >= count) return;
+    MoeItem& item = items[number % S::kListed];
+    if (S::kShares && share.cut) describe_piece(call, stage, share, number, item);
+    else describe_item(call, stage, place + number * gridDim.x, item);
   }
   __device__ __forceinline__ void reached(int number) {
     if (number % kHalf == kHalf / 2 && number > kHalf) describe((number / kHalf + 1) * kHalf, kHalf);
@@ -282,17 +286,29 @@ __device__ __forceinline__ void store_pair(__half* to, float low, float high) {
   *reinterpret_cast<__half2*>(to) = __floats2half2_rn(low, high);
 }
 
+// An accumulator holds column lane/4 (+8) of its tile, rows 2(lane%4) and the next: see MoeArena for the order.
+__device__ __forceinline__ SumPlace sum_place(const MoeStage& stage, const MoeItem& item) {
+  const int lane = threadIdx.x % 32, low = lane % 4 * 2;
+  __half* const sums = reinterpret_cast<__half*>(stage.sums) + item.sums;
+  return {sums + low * stage.sum_pitch + threadIdx.x / 32 * kTile + lane / 4 * 2, stage.sum_pitch, item.rows - low};
+}
+
 // All items of this thread block, one after the other.
 template <Codebook kBook, class S>
 __device__ __forceinline__ void multiply_items(const MoeCall& call, const MoeStage& stage) {
   __shared__ __align__(16) MoeItem items[S::kListed];
   __shared__ __align__(16) uint32_t shared_rows[S::kRowsInShared ? S::kRows : 1];
+  __shared__ __align__(16) MoeShare share;
   const uint32_t stage_bytes = stage.stage_bytes;
   const SharedAddress shared = (dynamic_shared() + 1023) / 1024 * 1024;
   MoeRing<S> ring{shared, shared, stage_bytes};
   wait_for_previous_grid();
   allow_next_grid();
-  MoeList<S> list{call, stage, items};
+  MoeList<S> list{call, stage, items, share};
+  if constexpr (S::kShares) {
+    if (threadIdx.x == 0) share = stage.cut ? take_share(call, stage) : MoeShare{};
+    __syncthreads();
+  }
   list.describe(0, S::kListed);
   __syncthreads();
 
@@ -309,6 +325,7 @@ __device__ __forceinline__ void multiply_items(const MoeCall& call, const MoeSta
 
   for (int number = 0; list[number].stages > 0; ++number) {
     MoeSums<S> sums = {};
+    if (S::kShares && list[number].takes) take_sums(call, stage, share.number, sums, sum_place(stage, list[number]));
     const int rate2 = list[number].rate2;
     int count = list[number].stages;
     while (count > 0) {
@@ -328,18 +345,17 @@ __device__ __forceinline__ void multiply_items(const MoeCall& call, const MoeSta
       count -= run;
       loader.next_item();
     }
-    // An accumulator holds column lane/4 (+8) of its tile, rows 2(lane%4) and the next: see MoeArena for the order.
-    const int lane = threadIdx.x % 32, low = lane % 4 * 2, rows = list[number].rows;
-    const int64_t width = stage.sum_pitch;
-    __half* to = reinterpret_cast<__half*>(stage.sums) + list[number].sums + low * width + threadIdx.x / 32 * kTile +
-                 lane / 4 * 2;
+    SumPlace place = sum_place(stage, list[number]);
+    if (S::kShares && list[number].gives) {
+      leave_sums(call, stage, share.number, sums, place);
+      continue;
+    }
 #pragma unroll
-    for (int group = 0; group < S::kGroups; ++group) {
-      if (group * kGroupRows >= rows) break;
+    for (int group = 0; group < S::kGroups; ++group, place.next()) {
+      if (group * kGroupRows >= list[number].rows) break;
       const float(&v)[4] = sums[group];
-      __half* const at = to + group * kGroupRows * width;
-      if (group * kGroupRows + low < rows) store_pair(at, v[0] * stage.scale, v[2] * stage.scale);
-      if (group * kGroupRows + low + 1 < rows) store_pair(at + width, v[1] * stage.scale, v[3] * stage.scale);
+      if (place.has(0)) store_pair(place.first, v[0] * stage.scale, v[2] * stage.scale);
+      if (place.has(1)) store_pair(place.first + place.row, v[1] * stage.scale, v[3] * stage.scale);
     }
   }
 }

@@ -116,9 +116,6 @@ __device__ __forceinline__ void list_blocks(const MoeCall& call, const Experts& 
   each_block<true>(call.args, mine, [&](int expert, int from, int to) { put_block(call, block++, expert, from, to); });
 }
 
-// Sizes of a block, the largest first, in steps of the rows by which the product's time grows (multiply_rows).
-constexpr int kSizeRows = 32, kBlockSizes = kMaxRowTile / kSizeRows;
-
 // The prefill plan's blocks, within each window the largest first: a product goes over its items in few rounds, and a
 // round takes as long as its largest item. Every size of every window has a counter, and each counter a thread.
 __device__ __forceinline__ void list_blocks_by_size(const MoeCall& call, const Experts& mine, float* scratch) {
@@ -139,6 +136,9 @@ __device__ __forceinline__ void list_blocks_by_size(const MoeCall& call, const E
   int* first_of_window = reinterpret_cast<int*>(args.arena + call.arena.header) + 1;
   if (thread % kBlockSizes == 0 && thread / kBlockSizes <= call.arena.windows)
     first_of_window[thread / kBlockSizes] = place;
+  if (thread <= call.arena.windows * kBlockSizes) reinterpret_cast<int*>(args.arena + call.arena.sizes)[thread] = place;
+  unsigned* flags = reinterpret_cast<unsigned*>(args.arena + call.arena.flags);
+  for (int i = thread; i < call.arena.windows * (1 + args.grid); i += static_cast<int>(blockDim.x)) flags[i] = 0;
   __syncthreads();
   each_block<false>(args, mine, [&](int expert, int from, int to) {
     put_block(call, static_cast<int>(atomic_increment(counter(from, to))), expert, from, to);

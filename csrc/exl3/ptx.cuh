@@ -180,9 +180,24 @@ __device__ __forceinline__ float shuffle_xor(float x, int lane_mask) {
 __device__ __forceinline__ uint32_t shuffle_from(uint32_t x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 
 // 16 bytes from another block's writes: from L2, never from this SM's L1.
-__device__ __forceinline__ float4 load_from_l2(const float4* p) { return __ldcg(p); }
+template <class T>
+__device__ __forceinline__ T load_from_l2(const T* p) {
+  return __ldcg(p);
+}
 
 __device__ __forceinline__ void fence_device() { __threadfence(); }
+
+// What the threads of a block wrote before a barrier, one of them makes known to a block that waits for the flag. That one
+// reads it from L2, all threads after another barrier.
+__device__ __forceinline__ void raise_flag(unsigned* flag) {
+  __threadfence();
+  asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(flag) : "memory");
+}
+__device__ __forceinline__ void wait_for_flag(const unsigned* flag) {
+  unsigned raised;
+  do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(raised) : "l"(flag) : "memory");
+  while (raised == 0);
+}
 
 __device__ __forceinline__ unsigned atomic_increment(unsigned* counter) { return atomicAdd(counter, 1u); }
 

@@ -174,7 +174,7 @@ def run(
     plan: "decode" or "prefill"; cut: what to change in it; look: is shown the operator's arena after each call.
     """
     m = call.x.shape[0]
-    native_moe.ops_moe.arena_bytes = functools.partial(_arena_bytes, target)
+    native_moe.ops_moe.arena_bytes = functools.partial(arena_bytes, target)
     planned = native_moe.plan(of, DEVICE, Window(name=plan, rows=capacity or m, block=8))
     here = {"pairs": target == "warpgroup"} | ({"row_tile": row_tile} if row_tile else {})
     changed = replace(planned.cut, **(here | cut))
@@ -184,7 +184,7 @@ def run(
         y = arena.empty((m, of.hidden + pad), call.x.dtype)[:, : of.hidden]
         x = arena.empty((m, of.hidden + pad), call.x.dtype)[:, : of.hidden].copy_(call.x)
         slices = [arena.copy(getattr(part, kind)) for part in random_weights(of) for kind in ops_moe.SLICE_TENSORS]
-        scratch = arena.empty((_arena_bytes(target, m, of.slices, planned.sizes, changed),), torch.uint8, align=256)
+        scratch = arena.empty((arena_bytes(target, m, of.slices, planned.sizes, changed),), torch.uint8, align=256)
         load(target).ops.moe(
             y,
             x,
@@ -232,10 +232,18 @@ class Listed:
             routes=arena[sorted_at : sorted_at + 8 * valid].view(torch.int32).view(-1, 2).tolist(),
         )
 
+    @staticmethod
+    def share_flags(arena: torch.Tensor, windows: int, grid: int, row_tile: int) -> torch.Tensor:
+        """[windows, 1 + grid] i32: shares taken, then 1 for each that left sums to the next."""
+        end = arena.numel() - 2 * (grid + grid % 2) * row_tile * 128
+        first = end - _aligned(4 * windows * (1 + grid))
+        return arena[first:].view(torch.int32)[: windows * (1 + grid)].view(windows, 1 + grid)
+
 
 def _aligned(size: int) -> int:
     return -(-size // 256) * 256
 
 
-def _arena_bytes(target: str, rows: int, slices: int, sizes: ops_moe.Sizes, cut: ops_moe.Cut) -> int:
+def arena_bytes(target: str, rows: int, slices: int, sizes: ops_moe.Sizes, cut: ops_moe.Cut) -> int:
+    """As ops_moe.arena_bytes, by the emulated operator."""
     return load(target).ops.moe_arena_bytes(rows, slices, ops_moe._numbers(sizes), ops_moe._numbers(cut))

@@ -13,6 +13,7 @@ ACTIVATIONS = "test_activations"
 MANY = "test_many_experts"
 CHUNKS = "test_routes_of_several_chunks"
 SIZES = "test_blocks_of_a_window_are_listed_by_size"
+SHARES = "test_shares_that_end_within_items_leave_the_same_bytes"
 
 MOE_MUTANTS = {
     # The product for few routes.
@@ -84,12 +85,7 @@ MOE_MUTANTS = {
         "(tile + i) % kTilesOfSegment * kTile",
         BLOCKS,
     ),
-    "moe-rows-beyond-the-block-stored": (
-        "moe_product.cuh",
-        "if (group * kGroupRows + low + 1 < rows)",
-        "if (group * kGroupRows + low < rows)",
-        BLOCKS,
-    ),
+    "moe-rows-beyond-the-block-stored": ("moe_shares.cuh", "return rows > of_two;", "return rows >= of_two;", BLOCKS),
     # Items, routes and arena.
     "moe-rows-of-the-first-window": (
         "moe_items.cuh",
@@ -127,6 +123,24 @@ MOE_MUTANTS = {
         "column * stage.item_columns) * kBlockColumns",
         "column) * kBlockColumns",
         "test_two_column_blocks_at_once_have_the_same_bytes",
+    ),
+    "moe-share-waits-for-its-own-sums": (
+        "moe_shares.cuh",
+        "share_flag(call, stage, number - 1)",
+        "share_flag(call, stage, number)",
+        SHARES,
+    ),
+    "moe-share-takes-the-sums-of-another": (
+        "moe_shares.cuh",
+        "second_columns<kGroups>(call, number - 1)",
+        "second_columns<kGroups>(call, number)",
+        SHARES,
+    ),
+    "moe-share-begins-a-stage-early": (
+        "moe_shares.cuh",
+        "first = share.from.stage, stages",
+        "first = share.from.stage - 1, stages",
+        SHARES,
     ),
     "moe-smallest-blocks-first": ("moe_route.cuh", "(args.row_tile - (to - from))", "(to - from - 1)", SIZES),
     "moe-sizes-of-one-window": ("moe_route.cuh", "next + from / args.window * kBlockSizes", "next", PASSES),

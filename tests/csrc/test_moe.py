@@ -6,6 +6,7 @@ weight, sign or route would be above 1e-2.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from dataclasses import replace
@@ -14,8 +15,9 @@ import pytest
 import torch
 
 from tests.csrc.emulation import load
-from tests.csrc.experts import Call, Listed, query, random_call, run, truth
+from tests.csrc.experts import DEVICE, Call, Listed, arena_bytes, query, random_call, run, truth
 from tests.csrc.shards import error, same_bytes
+from vllm.model_executor.layers.quantization.exl3_trellis import ops_moe
 from vllm.model_executor.layers.quantization.exl3_trellis.backends import native_moe
 from vllm.model_executor.layers.quantization.exl3_trellis.codebook import CODEBOOKS
 from vllm.model_executor.layers.quantization.exl3_trellis.plan import Activation
@@ -68,6 +70,22 @@ def test_two_column_blocks_at_once_have_the_same_bytes(tile):
     cut = {"row_tile": tile, "down_columns": 256, "target": "warpgroup"}
     whole = check(of, call, "prefill", **cut)
     assert same_bytes(run(of, call, "prefill", pairs=False, **cut), whole)
+
+
+@pytest.mark.parametrize("target, tile", [("warp", 16), ("warp", 64), ("warpgroup", 32), ("warpgroup", 128)])
+def test_shares_that_end_within_items_leave_the_same_bytes(target, tile):
+    """Several windows, blocks of several sizes; what the sums begin with lies in the arena, where they end as well."""
+    of = query([(3, 3, 3), (4, 4, 2), (3, 4, 3), (2, 2, 3)], k=640, width=256, top_k=1, slices=2)
+    ids = torch.repeat_interleave(torch.arange(4), torch.tensor([60, 40, 25, 3])).view(-1, 1)
+    call, window, grid = random_call(of, len(ids), ids), 100, 10
+    cut = {"row_tile": tile, "window": window, "target": target}
+    seen = []
+    whole = check(of, call, "prefill", grid=2, **cut)
+    assert same_bytes(run(of, call, "prefill", grid=grid, look=lambda arena: seen.append(arena.clone()), **cut), whole)
+    for arena in seen:
+        flags = Listed.share_flags(arena, windows=2, grid=grid, row_tile=tile)
+        assert (flags[:, 0] == (5 if (target, tile) == ("warpgroup", 128) else grid)).all(), "a share each"
+        assert (flags[:, 1:].sum(1) >= 3).all(), "shares that left sums"
 
 
 def test_a_row_has_the_same_bytes_in_every_decode():
@@ -206,6 +224,22 @@ def test_types_and_strides(io_dtype, limit):
     for plan in PLANS:
         check(of, call, plan, limit, pad=5)
         assert same_bytes(run(of, call, plan), run(of, replace(call, ids=call.ids.long()), plan, dependent=False))
+
+
+def test_the_start_up_check_passes(monkeypatch):
+    """It plans for a few rows and runs the kernels of every row tile."""
+
+    def moe(y, x, weights, ids, arena, table, slices, sizes, cut, numbers, dependent):
+        room = torch.full((arena.numel() + 256,), 255, dtype=torch.uint8)
+        scratch = room[-room.data_ptr() % 256 :][: arena.numel()]
+        sizes, cut = ops_moe._numbers(sizes), ops_moe._numbers(cut)
+        load("warpgroup").ops.moe(y, x, weights, ids, scratch, table, slices, sizes, cut, *numbers, dependent)
+        load("warpgroup").synchronize()
+
+    monkeypatch.setattr(ops_moe, "moe", moe)
+    monkeypatch.setattr(ops_moe, "arena_bytes", functools.partial(arena_bytes, "warpgroup"))
+    monkeypatch.setattr(native_moe.Device, "of", lambda _: DEVICE)
+    native_moe.check(query([(3, 4, 3)] * 4, width=256, top_k=1), torch.device("cpu"))
 
 
 GOOD_SIZES = [128, 128, 128, 128, 2, 1, 1, 6, 0, 0, 0]

@@ -34,7 +34,6 @@ RANKS = {"1": (1, 2), "2": (2, 2), "4 on 2": (2, 4), "1 on 2": (2, 1)}
 # The rows of family x layout x ranks that `make test` runs: every value of each column, both styles of loader.
 REPRESENTATIVE = {
     ("qwen3_moe", "ordinary", "2"),
-    ("qwen3_moe", "shared_h", "4 on 2"),
     ("glm4_moe", "uniform K3", "1"),
     ("glm4_moe", "mixed", "2"),
     ("glm4_moe", "uniform K4", "1 on 2"),

@@ -225,9 +225,17 @@ inline uint32_t shuffle_from(uint32_t x, int lane) {
   return mine.result;
 }
 
-inline float4 load_from_l2(const float4* p) { return *p; }
+template <class T>
+T load_from_l2(const T* p) {
+  return *p;
+}
 
 inline void fence_device() {}
+// Blocks run one after the other: whoever would have to wait is one that relies on a block which starts later.
+inline void raise_flag(unsigned* flag) { *flag = 1; }
+inline void wait_for_flag(const unsigned* flag) {
+  if (*flag != 1) emulate::fail("a flag that no block before this one raised");
+}
 inline unsigned atomic_increment(unsigned* counter) { return (*counter)++; }
 
 inline void wait_for_previous_grid() { emulate::wait_for_grid(); }

@@ -243,10 +243,11 @@ def check(query: MoeQuery, device: torch.device) -> None:
     prepared = prepare(one.query, one.weights)
     for window in ("decode", "prefill"):
         planned = plan(one.query, card, Window(name=window, rows=ROWS, block=DECODE_BLOCK))
-        arena = torch.full((planned.workspace_bytes,), 255, dtype=torch.uint8, device=device)
         for tile in (DECODE_BLOCK,) if window == "decode" else PREFILL_TILES:
             for pairs in {False, planned.cut.pairs}:
                 y, cut = torch.empty_like(one.x), replace(planned.cut, row_tile=tile, pairs=pairs)
+                size = ops_moe.arena_bytes(ROWS, planned.slices, planned.sizes, cut)
+                arena = torch.full((size,), 255, dtype=torch.uint8, device=device)
                 _run(planned, cut, prepared, arena, one.x, one.topk_weights, one.topk_ids, y)
                 error = float((y - one.truth).norm() / one.truth.norm())
                 self_check(error, ERROR_LIMIT, f"native: {window} in blocks of {tile} rows, {query}")

@@ -1,0 +1,167 @@
+// Gate and up of a window in equal shares of the time they take, one for each thread block.
+//
+// A window has few items for each thread block, so whole ones leave some idle while others work at their last. Here a
+// share may begin and end within an item. Who ends within one does that piece first and leaves the sums as they are;
+// who begins within it does the rest last and goes on from those sums. So k ascends and the sums are those of an item in
+// one piece. A share is taken by number in the order in which thread blocks start, and waits only for the one before,
+// whose holder started earlier and waits for nobody before it leaves its sums.
+//
+// Where whole items fill the card well enough they stay whole: thread blocks then go through neighbouring blocks at the same
+// time, which reads an expert's weights once where it has several.
+//
+// For shares items are listed by slice, matrix and columns, then by block, so that thread blocks which read the same rows of x do so at
+// about the same time.
+#pragma once
+
+#include "moe_items.cuh"
+
+namespace exl3 {
+
+// What a stage takes, for a block of this size: 20, 22, 26 and 31 for 32, 64, 96 and 128 rows by the times of a whole layer
+// (H200, GLM-5.2 at TP4, 3 bits).
+__device__ __forceinline__ int stage_cost(const MoeArgs& args, int size) {
+  const int steps = max(args.row_tile / kSizeRows - size, 1);
+  return 19 + steps * steps * 3 / 4;
+}
+
+// Where a share ends and the next begins: before a stage of an item.
+struct MoeBorder {
+  int place, stage;  // in the list of items
+};
+struct MoeShare {
+  MoeBorder from, to;
+  bool cut;                  // else items are whole and listed as in describe_item
+  int number;                // of the share
+  int first_block, blocks;   // of the window
+};
+
+// Whether so many items of high blocks, dealt whole, leave more of the card idle than shares cost: 5% of the time from 4
+// items a thread block on (8,192 rows of GLM-5.2, Zipf), 1 to 2% where there are fewer. An expert whose blocks are lower has
+// one of them.
+__device__ __forceinline__ bool worth_cutting(const MoeArgs& args, int64_t items) {
+  const int64_t grid = gridDim.x, rounds = (items + grid - 1) / grid;
+  return args.row_tile < kMaxRowTile || (rounds <= 4 && items * 100 < rounds * grid * 93);
+}
+
+// The border of number `border` of `shares`.
+__device__ __forceinline__ MoeBorder share_border(const MoeArgs& args, const MoeStage& stage, const int* first_of_size,
+                                                  int column_cost, int shares, int border) {
+  const int blocks = first_of_size[kBlockSizes] - first_of_size[0];
+  const int64_t column = static_cast<int64_t>(column_cost) * stage.depth;
+  const int64_t columns = args.slices * stage.matrices * stage.by_column.divisor;
+  const int64_t at = column * columns * border / shares;
+  int64_t rest = at % column;
+  MoeBorder found{static_cast<int>(at / column) * blocks, 0};
+#pragma unroll 1
+  for (int size = 0; size < kBlockSizes; ++size) {
+    const int cost = stage_cost(args, size), count = first_of_size[size + 1] - first_of_size[size];
+    const int64_t item = static_cast<int64_t>(cost) * stage.depth, all = item * count;
+    if (rest < all) {
+      found.place += static_cast<int>(rest / item);
+      found.stage = static_cast<int>(rest % item) / cost;
+      break;
+    }
+    rest -= all, found.place += count;
+  }
+  return found;
+}
+
+// Take the next share of the window. One thread.
+__device__ __forceinline__ MoeShare take_share(const MoeCall& call, const MoeStage& stage) {
+  const MoeArgs& args = call.args;
+  const int window = stage.first_window;
+  MoeShare share{};
+  const int* first_of_size = reinterpret_cast<const int*>(args.arena + call.arena.sizes) + window * kBlockSizes;
+  unsigned* flags = reinterpret_cast<unsigned*>(args.arena + call.arena.flags) + window * (1 + args.grid);
+  const int64_t columns = static_cast<int64_t>(args.slices) * stage.matrices * stage.by_column.divisor;
+  share.blocks = first_of_size[kBlockSizes] - first_of_size[0];
+  share.cut = worth_cutting(args, share.blocks * columns);
+  if (!share.cut) return share;
+  share.number = static_cast<int>(atomic_increment(flags));
+  share.first_block = first_of_size[0];
+  int column_cost = 0, most = 0;
+#pragma unroll 1
+  for (int size = 0; size < kBlockSizes; ++size) {
+    const int count = first_of_size[size + 1] - first_of_size[size], cost = stage_cost(args, size);
+    column_cost += count * cost;
+    if (count > 0 && cost > most) most = cost;
+  }
+  if (column_cost == 0) return share;
+  // None is shorter than the longest item, so no piece both begins and ends within one.
+  const int shares = static_cast<int>(min(static_cast<int64_t>(gridDim.x), column_cost * columns / most));
+  if (share.number >= shares) return share;
+  share.from = share_border(args, stage, first_of_size, column_cost, shares, share.number);
+  share.to = share_border(args, stage, first_of_size, column_cost, shares, share.number + 1);
+  return share;
+}
+
+// Piece `number` of a share: the one it ends within, whole items, the one it begins within.
+__device__ __forceinline__ void describe_piece(const MoeCall& call, const MoeStage& stage, const MoeShare& share, int number,
+                                               MoeItem& item) {
+  const bool gives = share.to.stage > 0, within = share.from.stage > 0;
+  const int whole = share.from.place + within, count = share.to.place - whole;
+  int place = whole + number - gives, first = 0, stages = stage.depth;
+  const bool gives_this = gives && number == 0, takes_this = within && number == gives + count;
+  item.stages = 0;
+  if (gives_this) place = share.to.place, stages = share.to.stage;
+  else if (takes_this) place = share.from.place, first = share.from.stage, stages = stage.depth - first;
+  else if (number >= gives + count) return;
+  MoePlace at{0, 0, 0, 0, 0, first, stages};
+  int column = place / share.blocks;
+  at.block = share.first_block + place % share.blocks;
+  at.column = take(column, stage.by_column), at.matrix = take(column, stage.by_matrix), at.slice = column;
+  describe_place(call, stage, at, item);
+  item.gives = gives_this, item.takes = takes_this;
+}
+
+// Where the next share finds what this one leaves of an item. Of an accumulator's two columns the first goes to where both
+// will be stored, in fp16, once they are whole; the second, a pair of rows a thread, lies here.
+template <int kGroups>
+__device__ __forceinline__ float2* second_columns(const MoeCall& call, int number) {
+  return reinterpret_cast<float2*>(call.args.arena + call.arena.carry) +
+         static_cast<int64_t>(number) * kGroups * static_cast<int>(blockDim.x) + threadIdx.x;
+}
+__device__ __forceinline__ unsigned* share_flag(const MoeCall& call, const MoeStage& stage, int number) {
+  unsigned* const flags = reinterpret_cast<unsigned*>(call.args.arena + call.arena.flags);
+  return flags + stage.first_window * (1 + call.args.grid) + 1 + number;
+}
+
+// Where a thread's sums go: the pair of its first row of each 8, that of the row after it `row` further on.
+struct SumPlace {
+  __half* first;
+  int64_t row;
+  int rows;  // of the block, from this thread's first on
+  __device__ __forceinline__ bool has(int of_two) const { return rows > of_two; }
+  __device__ __forceinline__ void next() { first += kGroupRows * row, rows -= kGroupRows; }
+};
+
+// To the next share, and from the one before; all threads.
+template <int kGroups>
+__device__ __forceinline__ void leave_sums(const MoeCall& call, const MoeStage& stage, int number,
+                                           const float (&sums)[kGroups][4], SumPlace place) {
+  float2* second = second_columns<kGroups>(call, number);
+#pragma unroll
+  for (int group = 0; group < kGroups; ++group, place.next(), second += blockDim.x) {
+    if (place.has(0)) *reinterpret_cast<float*>(place.first) = sums[group][0];
+    if (place.has(1)) *reinterpret_cast<float*>(place.first + place.row) = sums[group][1];
+    *second = make_float2(sums[group][2], sums[group][3]);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) raise_flag(share_flag(call, stage, number));
+}
+template <int kGroups>
+__device__ __forceinline__ void take_sums(const MoeCall& call, const MoeStage& stage, int number, float (&sums)[kGroups][4],
+                                          SumPlace place) {
+  if (threadIdx.x == 0) wait_for_flag(share_flag(call, stage, number - 1));
+  __syncthreads();
+  const float2* second = second_columns<kGroups>(call, number - 1);
+#pragma unroll
+  for (int group = 0; group < kGroups; ++group, place.next(), second += blockDim.x) {
+    if (place.has(0)) sums[group][0] = load_from_l2(reinterpret_cast<const float*>(place.first));
+    if (place.has(1)) sums[group][1] = load_from_l2(reinterpret_cast<const float*>(place.first + place.row));
+    const float2 v = load_from_l2(second);
+    sums[group][2] = v.x, sums[group][3] = v.y;
+  }
+}
+
+}  // namespace exl3
