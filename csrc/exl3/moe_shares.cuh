@@ -6,19 +6,19 @@
 // one piece. A share is taken by number in the order in which thread blocks start, and waits only for the one before,
 // whose holder started earlier and waits for nobody before it leaves its sums.
 //
-// Where whole items fill the card well enough they stay whole: thread blocks then go through neighbouring blocks at the same
-// time, which reads an expert's weights once where it has several.
+// Where whole items fill the card well enough they stay whole: thread blocks then go through neighbouring blocks at the
+// same time, which reads an expert's weights once where it has several.
 //
-// For shares items are listed by slice, matrix and columns, then by block, so that thread blocks which read the same rows of x do so at
-// about the same time.
+// For shares items are listed by slice, matrix and columns, then by block, so that thread blocks which read the same
+// rows of x do so at about the same time.
 #pragma once
 
 #include "moe_items.cuh"
 
 namespace exl3 {
 
-// What a stage takes, for a block of this size: 20, 22, 26 and 31 for 32, 64, 96 and 128 rows by the times of a whole layer
-// (H200, GLM-5.2 at TP4, 3 bits).
+// What a stage takes, for a block of this size: 20, 22, 26 and 31 for 32, 64, 96 and 128 rows by the times of a whole
+// layer (H200, GLM-5.2 at TP4, 3 bits).
 __device__ __forceinline__ int stage_cost(const MoeArgs& args, int size) {
   const int steps = max(args.row_tile / kSizeRows - size, 1);
   return 19 + steps * steps * 3 / 4;
@@ -30,14 +30,14 @@ struct MoeBorder {
 };
 struct MoeShare {
   MoeBorder from, to;
-  bool cut;                  // else items are whole and listed as in describe_item
-  int number;                // of the share
-  int first_block, blocks;   // of the window
+  bool cut;                 // else items are whole, as describe_item lists them
+  int number;               // of the share
+  int first_block, blocks;  // of the window
 };
 
-// Whether so many items of high blocks, dealt whole, leave more of the card idle than shares cost: 5% of the time from 4
-// items a thread block on (8,192 rows of GLM-5.2, Zipf), 1 to 2% where there are fewer. An expert whose blocks are lower has
-// one of them.
+// Whether so many items, dealt whole, leave more of the card idle than shares cost. Those cost 5% of the time where a
+// thread block has more than 4 items of the highest blocks (8,192 rows of GLM-5.2, Zipf) and 1 to 2% where it has fewer; of
+// lower blocks an expert mostly has one, and no weights are read twice.
 __device__ __forceinline__ bool worth_cutting(const MoeArgs& args, int64_t items) {
   const int64_t grid = gridDim.x, rounds = (items + grid - 1) / grid;
   return args.row_tile < kMaxRowTile || (rounds <= 4 && items * 100 < rounds * grid * 93);
@@ -96,8 +96,8 @@ __device__ __forceinline__ MoeShare take_share(const MoeCall& call, const MoeSta
 }
 
 // Piece `number` of a share: the one it ends within, whole items, the one it begins within.
-__device__ __forceinline__ void describe_piece(const MoeCall& call, const MoeStage& stage, const MoeShare& share, int number,
-                                               MoeItem& item) {
+__device__ __forceinline__ void describe_piece(const MoeCall& call, const MoeStage& stage, const MoeShare& share,
+                                               int number, MoeItem& item) {
   const bool gives = share.to.stage > 0, within = share.from.stage > 0;
   const int whole = share.from.place + within, count = share.to.place - whole;
   int place = whole + number - gives, first = 0, stages = stage.depth;
@@ -150,8 +150,8 @@ __device__ __forceinline__ void leave_sums(const MoeCall& call, const MoeStage& 
   if (threadIdx.x == 0) raise_flag(share_flag(call, stage, number));
 }
 template <int kGroups>
-__device__ __forceinline__ void take_sums(const MoeCall& call, const MoeStage& stage, int number, float (&sums)[kGroups][4],
-                                          SumPlace place) {
+__device__ __forceinline__ void take_sums(const MoeCall& call, const MoeStage& stage, int number,
+                                          float (&sums)[kGroups][4], SumPlace place) {
   if (threadIdx.x == 0) wait_for_flag(share_flag(call, stage, number - 1));
   __syncthreads();
   const float2* second = second_columns<kGroups>(call, number - 1);
