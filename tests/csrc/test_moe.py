@@ -72,7 +72,13 @@ def test_two_column_blocks_at_once_have_the_same_bytes(tile):
     assert same_bytes(run(of, call, "prefill", pairs=False, **cut), whole)
 
 
-@pytest.mark.parametrize("target, tile", [("warp", 16), ("warp", 64), ("warpgroup", 32), ("warpgroup", 128)])
+@pytest.mark.parametrize(
+    "target, tile",
+    [
+        pytest.param(*case, marks=() if case in (("warp", 64), ("warpgroup", 128)) else pytest.mark.slow)
+        for case in (("warp", 16), ("warp", 64), ("warpgroup", 32), ("warpgroup", 128))
+    ],
+)
 def test_shares_that_end_within_items_leave_the_same_bytes(target, tile):
     """Several windows, blocks of several sizes; what the sums begin with lies in the arena, where they end as well."""
     of = query([(3, 3, 3), (4, 4, 2), (3, 4, 3), (2, 2, 3)], k=640, width=256, top_k=1, slices=2)

@@ -40,7 +40,6 @@ REPRESENTATIVE = {
     ("deepseek_v2", "ordinary", "1"),
     ("deepseek_v2", "mixed", "4 on 2"),
     ("deepseek_v3", "shared_h", "1"),
-    ("deepseek_v3", "uniform K4", "1"),
 }
 
 
@@ -100,6 +99,7 @@ def test_example_of_an_independent_writer(engine, ranks):
         assert top == truth[f"top1_{text}"].flatten().tolist()[: len(top)]
 
 
+@pytest.mark.slow
 def test_over_http_on_two_ranks(make, tmp_path):
     folder = make("--family glm4_moe --layout shared_h --rates 3,4 --tp 2")
     with serve(folder, tmp_path, "--dtype", "float32", "--tensor-parallel-size", "2") as server:

@@ -219,7 +219,13 @@ def test_two_engines_at_once_share_no_scratch(make, speak):
     assert len(owners) == 2
 
 
-@pytest.mark.parametrize("store", HEADS.values(), ids=HEADS.keys())
+@pytest.mark.parametrize(
+    "store",
+    [
+        pytest.param(store, id=name, marks=pytest.mark.slow if name == "unquantized" else ())
+        for name, store in HEADS.items()
+    ],
+)
 def test_head_of_the_draft(make, speak, store):
     folder = make(f"{GLM} --layers 2 --agreeing")
     store(folder)
