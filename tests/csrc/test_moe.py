@@ -67,7 +67,7 @@ def test_two_column_blocks_at_once_have_the_same_bytes(tile):
     of = query([(3, 3, 3), (4, 2, 1), (3, 4, 3), (3, 3, 5)], k=640, width=256, top_k=1)
     ids = torch.repeat_interleave(torch.arange(4), torch.tensor([130, 100, 70, 20])).view(-1, 1)
     call = random_call(of, len(ids), ids)
-    cut = {"row_tile": tile, "down_columns": 256, "target": "warpgroup"}
+    cut = {"row_tile": tile, "down_columns": 512, "target": "warpgroup"}
     whole = check(of, call, "prefill", **cut)
     assert same_bytes(run(of, call, "prefill", pairs=False, **cut), whole)
 
