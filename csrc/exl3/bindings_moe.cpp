@@ -43,10 +43,12 @@ MoeArgs numbers(int64_t m, int64_t slices, const std::vector<int64_t>& sizes, co
   check_rate(args.max_rate2, args.codebook);
   STD_TORCH_CHECK(sizes[10] >= 0 && sizes[10] <= static_cast<int>(MoeActivation::kSquaredRelu), "exl3: activation ",
                   sizes[10], ", want 0 to 4");
-  constexpr int kTiles[] = {16, 32, 64, kMaxRowTile};
+  constexpr int kTiles[] = {16, 32, 64, kPairRowTile, kMaxRowTile};
   const bool tile = args.decode ? args.row_tile == kDecodeRows
                                 : std::find(std::begin(kTiles), std::end(kTiles), args.row_tile) != std::end(kTiles);
-  STD_TORCH_CHECK(tile, "exl3: blocks of ", args.row_tile, " rows, want 8 to decode, else 16, 32, 64 or 128");
+  STD_TORCH_CHECK(tile, "exl3: blocks of ", args.row_tile, " rows, want 8 to decode, else 16, 32, 64, 128 or 256");
+  STD_TORCH_CHECK(args.row_tile < kMaxRowTile || tall_blocks(args), "exl3: blocks of ", args.row_tile,
+                  " rows, want SM90 (pairs) and inputs that are not shared by the experts of a row");
   STD_TORCH_CHECK(args.parts >= 1 && args.parts <= (args.decode ? args.k / 128 : 1) && args.window >= 1 && args.grid >= 1,
                   "exl3: a plan of ", args.parts, " parts, windows of ", args.window, " routes and a grid of ", args.grid);
   STD_TORCH_CHECK(m * args.top_k <= static_cast<int64_t>(args.window) * kMaxWindows, "exl3: ", m * args.top_k,

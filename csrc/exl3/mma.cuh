@@ -56,6 +56,19 @@ struct Cut {
   }
 };
 
+// A ring of stages: the next one and the parity of its phase.
+struct Turn {
+  int stage;
+  uint32_t parity;
+  __device__ __forceinline__ void advance(int stages, int by = 1) {
+    if ((stage += by) >= stages) stage -= stages, parity ^= 1;
+  }
+  // By one: fewer instructions that wait for one another.
+  __device__ __forceinline__ void step(int stages) {
+    if (++stage == stages) stage = 0, parity ^= 1;
+  }
+};
+
 // The scratch of one call: rotated inputs, then partial sums [row tile][part][8-row group][tile][lane] float4.
 struct Scratch {
   int64_t row_tile_bytes, rotation_bytes, partials, partial_bytes, bytes;

@@ -11,7 +11,8 @@ constexpr int kMaxExperts = 2048;
 constexpr int kMaxWindows = 64;
 constexpr int kMatrices = 2;       // into the middle: gate and up
 constexpr int kDecodeRows = 8;     // rows of a block of the decode plan
-constexpr int kMaxRowTile = 128;   // of the prefill plan
+constexpr int kMaxRowTile = 256;   // of the prefill plan, on SM90; elsewhere kPairRowTile
+constexpr int kPairRowTile = 128;
 
 enum class MoeActivation : int { kSilu = 0, kSiluStep = 1, kGelu = 2, kGeluTanh = 3, kSquaredRelu = 4 };
 
@@ -37,7 +38,7 @@ struct MoeArgs {
   int64_t x_stride, y_stride;
   int m, top_k, experts, slices;
   int k, hidden, width, intermediate;  // see MoeQuery
-  int row_tile;           // rows of a block of the product: 8 in the decode plan, else 16, 32, 64 or 128
+  int row_tile;           // rows of a block of the product: 8 in the decode plan, else 16, 32, 64, 128, or 256 (see tall_blocks)
   bool pairs;             // SM90: blocks of 64 and 128 rows take two column blocks at once, where they are even in number
   int parts;              // into which k of gate and up is cut, the same for every m; 1 but in the decode plan
   int window;             // routes in one pass of gate and up, of which there are at most kMaxWindows
@@ -52,6 +53,12 @@ struct MoeArgs {
   MoeActivation activation;
   float limit, alpha, beta;  // see Activation; limit is infinite where there is none
 };
+
+// Whether the inputs of gate and up belong to rows, not to routes.
+inline bool inputs_by_row(const MoeArgs& args) { return args.shared_h && !args.weight_on_input; }
+
+// Whether blocks of kMaxRowTile rows can be multiplied: on SM90, whose copy engine fetches neighbouring rows.
+inline bool tall_blocks(const MoeArgs& args) { return args.pairs && !inputs_by_row(args); }
 
 // Bytes of the arena for args.m rows; grows with m, all else being equal.
 int64_t moe_arena_bytes(const MoeArgs& args);

@@ -106,4 +106,11 @@ __device__ __forceinline__ void describe_item(const MoeCall& call, const MoeStag
   describe_place(call, stage, at, item);
 }
 
+// Of the items dealt to thread blocks one by one, this one's item `number`. A window's items become smaller along the
+// list, so every second round goes the other way: after a larger item comes a smaller one.
+__device__ __forceinline__ void describe_dealt(const MoeCall& call, const MoeStage& stage, int number, MoeItem& item) {
+  const int place = number % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  describe_item(call, stage, place + number * gridDim.x, item);
+}
+
 }  // namespace exl3

@@ -31,7 +31,8 @@ cudaError_t launch_moe_book(const MoeCall& call, const MoeStage& stage, bool dep
   return cudaErrorInvalidValue;
 }
 
-// One product of the prefill plan.
+// One product of the prefill plan, and of its largest blocks.
 cudaError_t launch_moe_prefill(const MoeCall& call, const MoeStage& stage, bool dependent, cudaStream_t stream);
+cudaError_t launch_moe_tall(const MoeCall& call, const MoeStage& stage, bool dependent, cudaStream_t stream);
 
 }  // namespace exl3

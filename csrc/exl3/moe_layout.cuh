@@ -40,15 +40,13 @@ struct MoeArena {
   // The prefill plan's shares of gate and up, see moe_shares.cuh:
   int64_t sizes;    // int [windows * kBlockSizes + 1]: first block of each size of each window, then of none
   int64_t flags;    // unsigned [windows][1 + grid]: shares taken, then whether each has left sums
-  int64_t carry;    // float [grid][row_tile * 64]: half of the sums that a share leaves to the next
+  int64_t carry;    // float [grid][rows * 64], rows of a block, 128 at most: half of the sums that a share leaves to the next
   int64_t bytes;
   int routes, windows, window, passes;  // windows: of routes; passes: of columns
   int chunks;                           // that are sorted by a thread block each
   int twice, sum_bytes;                 // fp16 entries an input takes; bytes of a sum
 
   static int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
-  // Whether the inputs belong to rows, not to routes.
-  static bool by_row(const MoeArgs& args) { return args.shared_h && !args.weight_on_input; }
 
   explicit MoeArena(const MoeArgs& args) {
     routes = args.m * args.top_k;
@@ -58,7 +56,7 @@ struct MoeArena {
     passes = (args.k + args.down_columns - 1) / args.down_columns;
     twice = args.decode && static_cast<Codebook>(args.codebook) != Codebook::kMul1 ? 2 : 1;
     sum_bytes = args.decode ? 4 : 2;
-    const int64_t source_rows = by_row(args) ? args.m : args.decode ? routes : window;
+    const int64_t source_rows = inputs_by_row(args) ? args.m : args.decode ? routes : window;
     const int64_t input_bytes = source_rows * args.slices * kMatrices * args.k * 2 * twice;
     const int64_t output_bytes = static_cast<int64_t>(routes) * args.slices * args.down_columns * sum_bytes;
     // Every tile of 8 rows or more makes fewer blocks than this.
@@ -74,7 +72,9 @@ struct MoeArena {
     sizes = aligned(middle + static_cast<int64_t>(routes) * args.slices * args.width * 2 * twice);
     flags = aligned(sizes + (args.decode ? 0 : 4ll * (windows * kBlockSizes + 1)));
     carry = aligned(flags + (args.decode ? 0 : 4ll * windows * (1 + args.grid)));
-    bytes = carry + (args.decode ? 0 : 2ll * (args.grid + args.grid % 2) * args.row_tile * kBlockColumns);
+    // Of larger blocks an SM has one thread block instead of two.
+    const int64_t rows = args.row_tile < kPairRowTile ? args.row_tile : kPairRowTile;
+    bytes = carry + (args.decode ? 0 : 2ll * (args.grid + args.grid % 2) * rows * kBlockColumns);
   }
 };
 
@@ -99,7 +99,7 @@ struct MoeCall {
   explicit MoeCall(const MoeArgs& args)
       : args(args),
         arena(args),
-        by_row(MoeArena::by_row(args)),
+        by_row(inputs_by_row(args)),
         into_scale(sum_scale(args, args.k)),
         down_scale(sum_scale(args, args.width)) {}
 };

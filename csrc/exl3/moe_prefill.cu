@@ -15,6 +15,7 @@ cudaError_t launch_moe_prefill(const MoeCall& call, const MoeStage& stage, bool 
     case 128:
       return pairs ? launch_moe_book<MoeShape<128, 2, 2>>(call, stage, dependent, stream)
                    : launch_moe_book<MoeShape<128, 2>>(call, stage, dependent, stream);
+    case kMaxRowTile: return launch_moe_tall(call, stage, dependent, stream);
     default: return cudaErrorInvalidValue;
   }
 }

@@ -52,15 +52,13 @@ struct MoeList {
   MoeItem* items;  // [S::kListed], shared
   const MoeShare& share;  // shared
   __device__ __forceinline__ const MoeItem& operator[](int number) const { return items[number % S::kListed]; }
-  // Items [first, first + count) of this thread block, for all threads after the next barrier. A window's items become
-  // smaller along the list, so every second round goes the other way: after a larger item comes a smaller one.
+  // Items [first, first + count) of this thread block, for all threads after the next barrier.
   __device__ __forceinline__ void describe(int first, int count) {
     const int number = first + static_cast<int>(threadIdx.x);
-    const int place = number % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     if (static_cast<int>(threadIdx.x) >= count) return;
     MoeItem& item = items[number % S::kListed];
     if (S::kShares && share.cut) describe_piece(call, stage, share, number, item);
-    else describe_item(call, stage, place + number * gridDim.x, item);
+    else describe_dealt(call, stage, number, item);
   }
   __device__ __forceinline__ void reached(int number) {
     if (number % kHalf == kHalf / 2 && number > kHalf) describe((number / kHalf + 1) * kHalf, kHalf);
@@ -293,6 +291,18 @@ __device__ __forceinline__ SumPlace sum_place(const MoeStage& stage, const MoeIt
   return {sums + low * stage.sum_pitch + threadIdx.x / 32 * kTile + lane / 4 * 2, stage.sum_pitch, item.rows - low};
 }
 
+// The sums of a block of `rows` rows.
+template <int kGroups>
+__device__ __forceinline__ void store_sums(float scale, const float (&sums)[kGroups][4], SumPlace place, int rows) {
+#pragma unroll
+  for (int group = 0; group < kGroups; ++group, place.next()) {
+    if (group * kGroupRows >= rows) break;
+    const float(&v)[4] = sums[group];
+    if (place.has(0)) store_pair(place.first, v[0] * scale, v[2] * scale);
+    if (place.has(1)) store_pair(place.first + place.row, v[1] * scale, v[3] * scale);
+  }
+}
+
 // All items of this thread block, one after the other.
 template <Codebook kBook, class S>
 __device__ __forceinline__ void multiply_items(const MoeCall& call, const MoeStage& stage) {
@@ -350,13 +360,7 @@ __device__ __forceinline__ void multiply_items(const MoeCall& call, const MoeSta
       leave_sums(call, stage, share.number, sums, place);
       continue;
     }
-#pragma unroll
-    for (int group = 0; group < S::kGroups; ++group, place.next()) {
-      if (group * kGroupRows >= list[number].rows) break;
-      const float(&v)[4] = sums[group];
-      if (place.has(0)) store_pair(place.first, v[0] * stage.scale, v[2] * stage.scale);
-      if (place.has(1)) store_pair(place.first + place.row, v[1] * stage.scale, v[3] * stage.scale);
-    }
+    store_sums(stage.scale, sums, place, list[number].rows);
   }
 }
 

@@ -40,18 +40,14 @@ struct MoeShare {
 // lower blocks an expert mostly has one, and no weights are read twice.
 __device__ __forceinline__ bool worth_cutting(const MoeArgs& args, int64_t items) {
   const int64_t grid = gridDim.x, rounds = (items + grid - 1) / grid;
-  return args.row_tile < kMaxRowTile || (rounds <= 4 && items * 100 < rounds * grid * 93);
+  return args.row_tile < kPairRowTile || (rounds <= 4 && items * 100 < rounds * grid * 93);
 }
 
-// The border of number `border` of `shares`.
+// The border before which `at` of the window's time lies. column: time of one column block of all blocks; all in stages.
 __device__ __forceinline__ MoeBorder share_border(const MoeArgs& args, const MoeStage& stage, const int* first_of_size,
-                                                  int column_cost, int shares, int border) {
-  const int blocks = first_of_size[kBlockSizes] - first_of_size[0];
-  const int64_t column = static_cast<int64_t>(column_cost) * stage.depth;
-  const int64_t columns = args.slices * stage.matrices * stage.by_column.divisor;
-  const int64_t at = column * columns * border / shares;
+                                                  int64_t column, int64_t at) {
   int64_t rest = at % column;
-  MoeBorder found{static_cast<int>(at / column) * blocks, 0};
+  MoeBorder found{static_cast<int>(at / column) * (first_of_size[kBlockSizes] - first_of_size[0]), 0};
 #pragma unroll 1
   for (int size = 0; size < kBlockSizes; ++size) {
     const int cost = stage_cost(args, size), count = first_of_size[size + 1] - first_of_size[size];
@@ -66,18 +62,22 @@ __device__ __forceinline__ MoeBorder share_border(const MoeArgs& args, const Moe
   return found;
 }
 
+// Of a stage's window: how many shares have been taken, then whether each has left sums.
+__device__ __forceinline__ unsigned* window_flags(const MoeCall& call, const MoeStage& stage) {
+  return reinterpret_cast<unsigned*>(call.args.arena + call.arena.flags) + stage.first_window * (1 + call.args.grid);
+}
+
 // Take the next share of the window. One thread.
 __device__ __forceinline__ MoeShare take_share(const MoeCall& call, const MoeStage& stage) {
   const MoeArgs& args = call.args;
-  const int window = stage.first_window;
   MoeShare share{};
-  const int* first_of_size = reinterpret_cast<const int*>(args.arena + call.arena.sizes) + window * kBlockSizes;
-  unsigned* flags = reinterpret_cast<unsigned*>(args.arena + call.arena.flags) + window * (1 + args.grid);
+  const int* first_of_size =
+      reinterpret_cast<const int*>(args.arena + call.arena.sizes) + stage.first_window * kBlockSizes;
   const int64_t columns = static_cast<int64_t>(args.slices) * stage.matrices * stage.by_column.divisor;
   share.blocks = first_of_size[kBlockSizes] - first_of_size[0];
   share.cut = worth_cutting(args, share.blocks * columns);
   if (!share.cut) return share;
-  share.number = static_cast<int>(atomic_increment(flags));
+  share.number = static_cast<int>(atomic_increment(window_flags(call, stage)));
   share.first_block = first_of_size[0];
   int column_cost = 0, most = 0;
 #pragma unroll 1
@@ -90,8 +90,9 @@ __device__ __forceinline__ MoeShare take_share(const MoeCall& call, const MoeSta
   // None is shorter than the longest item, so no piece both begins and ends within one.
   const int shares = static_cast<int>(min(static_cast<int64_t>(gridDim.x), column_cost * columns / most));
   if (share.number >= shares) return share;
-  share.from = share_border(args, stage, first_of_size, column_cost, shares, share.number);
-  share.to = share_border(args, stage, first_of_size, column_cost, shares, share.number + 1);
+  const int64_t column = static_cast<int64_t>(column_cost) * stage.depth, all = column * columns;
+  share.from = share_border(args, stage, first_of_size, column, all * share.number / shares);
+  share.to = share_border(args, stage, first_of_size, column, all * (share.number + 1) / shares);
   return share;
 }
 
@@ -122,8 +123,7 @@ __device__ __forceinline__ float2* second_columns(const MoeCall& call, int numbe
          static_cast<int64_t>(number) * kGroups * static_cast<int>(blockDim.x) + threadIdx.x;
 }
 __device__ __forceinline__ unsigned* share_flag(const MoeCall& call, const MoeStage& stage, int number) {
-  unsigned* const flags = reinterpret_cast<unsigned*>(call.args.arena + call.arena.flags);
-  return flags + stage.first_window * (1 + call.args.grid) + 1 + number;
+  return window_flags(call, stage) + 1 + number;
 }
 
 // Where a thread's sums go: the pair of its first row of each 8, that of the row after it `row` further on.

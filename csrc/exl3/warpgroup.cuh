@@ -110,6 +110,36 @@ __device__ __forceinline__ void warpgroup_mma(float (&d)[16][4], const uint32_t 
       : EXL3_SUMS16(0)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
 }
+__device__ __forceinline__ void warpgroup_mma(float (&d)[20][4], const uint32_t (&a)[4], uint64_t x) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n160k16.f32.f16.f16 {" EXL3_PLACES0 ", " EXL3_PLACES1 ", "
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79}, "
+      "{%80, %81, %82, %83}, %84, 1, 1, 1, 0;"
+      : EXL3_SUMS16(0), EXL3_SUMS4(16)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
+}
+__device__ __forceinline__ void warpgroup_mma(float (&d)[24][4], const uint32_t (&a)[4], uint64_t x) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n192k16.f32.f16.f16 {" EXL3_PLACES0 ", " EXL3_PLACES1 ", " EXL3_PLACES2
+      "}, {%96, %97, %98, %99}, %100, 1, 1, 1, 0;"
+      : EXL3_SUMS16(0), EXL3_SUMS8(16)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
+}
+__device__ __forceinline__ void warpgroup_mma(float (&d)[28][4], const uint32_t (&a)[4], uint64_t x) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n224k16.f32.f16.f16 {" EXL3_PLACES0 ", " EXL3_PLACES1 ", " EXL3_PLACES2 ", "
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111}, "
+      "{%112, %113, %114, %115}, %116, 1, 1, 1, 0;"
+      : EXL3_SUMS16(0), EXL3_SUMS8(16), EXL3_SUMS4(24)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
+}
+__device__ __forceinline__ void warpgroup_mma(float (&d)[32][4], const uint32_t (&a)[4], uint64_t x) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {" EXL3_PLACES0 ", " EXL3_PLACES1 ", " EXL3_PLACES2 ", " EXL3_PLACES3
+      "}, {%128, %129, %130, %131}, %132, 1, 1, 1, 0;"
+      : EXL3_SUMS16(0), EXL3_SUMS16(16)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
+}
 
 // The same with a as core matrices in shared memory: the descriptor of this warpgroup's 64 rows.
 __device__ __forceinline__ void warpgroup_mma(float (&d)[8][4], uint64_t a, uint64_t x) {

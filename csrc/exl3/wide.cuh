@@ -74,15 +74,6 @@ struct TilePlace {
   }
 };
 
-// A ring of stages: the next one and the parity of its phase.
-struct Turn {
-  int stage;
-  uint32_t parity;
-  __device__ __forceinline__ void advance(int stages, int by = 1) {
-    if ((stage += by) >= stages) stage -= stages, parity ^= 1;
-  }
-};
-
 constexpr int64_t kWidePart = Wide::kRows * kBlockColumns / 4;  // float4 of a part of a tile
 
 // The block's shared memory.

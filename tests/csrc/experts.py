@@ -235,7 +235,7 @@ class Listed:
     @staticmethod
     def share_flags(arena: torch.Tensor, windows: int, grid: int, row_tile: int) -> torch.Tensor:
         """[windows, 1 + grid] i32: shares taken, then 1 for each that left sums to the next."""
-        end = arena.numel() - 2 * (grid + grid % 2) * row_tile * 128
+        end = arena.numel() - 2 * (grid + grid % 2) * min(row_tile, 128) * 128
         first = end - _aligned(4 * windows * (1 + grid))
         return arena[first:].view(torch.int32)[: windows * (1 + grid)].view(windows, 1 + grid)
 

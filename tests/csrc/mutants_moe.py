@@ -14,6 +14,7 @@ MANY = "test_many_experts"
 CHUNKS = "test_routes_of_several_chunks"
 SIZES = "test_blocks_of_a_window_are_listed_by_size"
 SHARES = "test_shares_that_end_within_items_leave_the_same_bytes"
+LARGER = "test_larger_blocks_of_sm90_have_the_same_bytes"
 
 MOE_MUTANTS = {
     # The product for few routes.
@@ -110,19 +111,33 @@ MOE_MUTANTS = {
         "moe_product.cuh",
         "(tile + i) % kTilesOfSegment * kTile * 2",
         "tile % kTilesOfSegment * kTile * 2",
-        "test_two_column_blocks_at_once_have_the_same_bytes",
+        LARGER,
     ),
     "moe-weights-of-the-first-of-two-columns": (
         "moe_product.cuh",
         "warp % S::kColumnBlocks * kBlockTiles * 16 * rate2",
         "warp % S::kColumnBlocks * kBlockTiles * 8 * rate2",
-        "test_two_column_blocks_at_once_have_the_same_bytes",
+        LARGER,
     ),
     "moe-columns-one-by-one": (
         "moe_items.cuh",
         "column * stage.item_columns) * kBlockColumns",
         "column) * kBlockColumns",
-        "test_two_column_blocks_at_once_have_the_same_bytes",
+        LARGER,
+    ),
+    "moe-tall-one-box-for-all-rows": ("moe_tall.cuh", "item.source + box * Tall::kBoxRows", "item.source", LARGER),
+    "moe-tall-one-row-of-tiles": ("moe_tall.cuh", "static_cast<int64_t>(lane) * item.pitch", "0 * lane", LARGER),
+    "moe-tall-rows-rounded-down": (
+        "moe_tall.cuh",
+        "if (item.rows <= kLess * kGroupRows)",
+        "if (item.rows <= kLess * kGroupRows + 2)",
+        LARGER,
+    ),
+    "moe-tall-stage-read-before-it-is-full": (
+        "moe_tall.cuh",
+        "barrier_expect(full, boxes * Tall::kBoxBytes + Tall::kTileRows * bytes)",
+        "barrier_expect(full, boxes * Tall::kBoxBytes)",
+        LARGER,
     ),
     "moe-share-waits-for-its-own-sums": (
         "moe_shares.cuh",
@@ -150,7 +165,7 @@ MOE_MUTANTS = {
         "if (thread < kCounters && thread % kBlockSizes",
         SIZES,
     ),
-    "moe-round-back-off-by-one": ("moe_product.cuh", "gridDim.x - 1 - blockIdx.x", "gridDim.x - blockIdx.x", LISTS),
+    "moe-round-back-off-by-one": ("moe_items.cuh", "gridDim.x - 1 - blockIdx.x", "gridDim.x - blockIdx.x", LISTS),
     "moe-id-beyond-the-last": ("moe_route.cuh", "id < args.experts", "id <= args.experts", ONE),
     "moe-nobody-is-expert-0": ("moe_route.cuh", "static_cast<int>(id) : -1", "static_cast<int>(id) : 0", ONE),
     "moe-arena-one-block-short": (

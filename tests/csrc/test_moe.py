@@ -1,7 +1,6 @@
 """Routed experts of csrc/exl3 on the emulated device, through operator `moe`, against float64.
 
-Every product has inputs and sums rounded to fp16 by design; DECODED: and both halves of a weight kept apart. One wrong
-weight, sign or route would be above 1e-2.
+Every product has inputs and sums rounded to fp16 by design. One wrong weight, sign or route would be above 1e-2.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ FORMATS = [(name, rate) for name, book in CODEBOOKS.items() for rate in book.rat
 LIMIT = 1e-3
 MIXED = query([(3, 3, 3), (4, 3, 4), (3, 4, 3), (2, 5, 8)])
 PLANS = ("decode", "prefill")
+RAGGED = [130, 100, 70, 20]
 
 
 def check(of, call: Call, plan: str, limit: float = LIMIT, **options) -> torch.Tensor:
@@ -61,15 +61,15 @@ def test_a_row_has_the_same_bytes_in_every_block(tile):
         assert same_bytes(run(MIXED, call, "prefill", row_tile=tile, target="warpgroup"), whole)
 
 
-@pytest.mark.parametrize("tile", [64, 128])
-def test_two_column_blocks_at_once_have_the_same_bytes(tile):
-    """On SM90 alone: blocks of every height, rates that differ between items, and an odd pass, which goes singly."""
+@pytest.mark.parametrize("tile, routes", [(64, RAGGED), (128, RAGGED), (256, [290, 190, 100, 20])])
+def test_larger_blocks_of_sm90_have_the_same_bytes(tile, routes):
+    """Two column blocks at once, or 256 routes: several heights and rates, and an odd pass, which goes singly."""
     of = query([(3, 3, 3), (4, 2, 1), (3, 4, 3), (3, 3, 5)], k=640, width=256, top_k=1)
-    ids = torch.repeat_interleave(torch.arange(4), torch.tensor([130, 100, 70, 20])).view(-1, 1)
+    ids = torch.repeat_interleave(torch.arange(4), torch.tensor(routes)).view(-1, 1)
     call = random_call(of, len(ids), ids)
     cut = {"row_tile": tile, "down_columns": 512, "target": "warpgroup"}
     whole = check(of, call, "prefill", **cut)
-    assert same_bytes(run(of, call, "prefill", pairs=False, **cut), whole)
+    assert same_bytes(run(of, call, "prefill", **cut | {"pairs": False, "row_tile": min(tile, 128)}), whole)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,8 @@ REFUSALS = [
     ({"sizes": [*GOOD_SIZES[:4], 2049, *GOOD_SIZES[5:]]}, "2049 experts, want 1 to 2048"),
     ({"sizes": [*GOOD_SIZES[:7], 5, *GOOD_SIZES[8:]]}, "rate 5/2 with codebook 1, want 1 to 8 bits"),
     ({"sizes": [*GOOD_SIZES[:10], 5]}, "activation 5, want 0 to 4"),
-    ({"plan": [0, 24, *GOOD_PLAN[2:]]}, "blocks of 24 rows, want 8 to decode, else 16, 32, 64 or 128"),
+    ({"plan": [0, 24, *GOOD_PLAN[2:]]}, "blocks of 24 rows, want 8 to decode, else 16, 32, 64, 128 or 256"),
+    ({"plan": [0, 256, *GOOD_PLAN[2:]]}, "blocks of 256 rows, want SM90 (pairs) and inputs that are not shared"),
     (
         {"sizes": [*GOOD_SIZES[:5], 65, *GOOD_SIZES[6:]], "plan": [0, 16, 1, 2, 128, 4, 0]},
         "130 routes in windows of 2, want at most 64 windows",

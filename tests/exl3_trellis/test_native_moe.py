@@ -39,21 +39,28 @@ def test_refuses_with_a_reason(changes, device, reason):
     assert why.startswith(reason)
 
 
-EDGES = [(1, 16), (1638, 16), (1639, 32), (3276, 32), (3277, 64), (6553, 64), (6554, 128), (1 << 20, 128)]
+EDGES = [(1, 16), (1638, 16), (1639, 32), (3276, 32), (3277, 64), (6553, 64), (6554, 128), (28672, 128), (28673, 256)]
 
 
 @pytest.mark.parametrize("routes, tile", EDGES)
 def test_row_tiles_fit_the_average_expert(routes, tile):
-    assert native_moe.row_tile(256, routes) == tile
+    assert native_moe.row_tile(256, routes, 256) == tile
+    assert native_moe.row_tile(256, routes, 128) == min(tile, 128)
+
+
+PREFILL = Window(name="prefill", rows=4096, block=64)
 
 
 @pytest.mark.parametrize("sm", [80, 89, 90, 100, 120])
-def test_only_sm90_takes_two_column_blocks_at_once(sm, monkeypatch):
+def test_only_sm90_has_the_larger_blocks(sm, monkeypatch):
     monkeypatch.setattr(ops_moe, "arena_bytes", lambda *_: 0)  # the extension's, which is not here
-    plan = native_moe.plan(replace(LAYER, k=1408), replace(HOPPER, sm=sm), Window(name="prefill", rows=4096, block=64))
+    plan = native_moe.plan(replace(LAYER, k=1408), replace(HOPPER, sm=sm), PREFILL)
     assert plan.cut.pairs == (sm == 90)
     assert plan.cut.down_columns == (512 if sm == 90 else 640)  # as many as fit, of eleven column blocks
     assert plan.cut_for(30).row_tile == 64
+    assert plan.row_tiles == (16, 32, 64, 128, 256)[: 5 if sm == 90 else 4]
+    shared = native_moe.plan(replace(LAYER, shared_h=True), replace(HOPPER, sm=sm), PREFILL)
+    assert shared.row_tiles == (16, 32, 64, 128)
 
 
 def test_the_table_says_where_every_expert_lies():

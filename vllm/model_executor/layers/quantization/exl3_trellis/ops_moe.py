@@ -48,7 +48,7 @@ class Cut:
     """How its work is cut, in the operator's order."""
 
     decode: bool  # the kernels for few rows
-    row_tile: int  # routes of one expert that are multiplied at once: 8 to decode, else 16, 32, 64 or 128
+    row_tile: int  # routes of one expert that are multiplied at once: 8 to decode, else 16, 32, 64, 128 or 256
     parts: int  # into which the depth of gate and up is cut
     window: int  # routes of one pass of gate and up
     down_columns: int  # columns of y of one pass of down

@@ -36,6 +36,8 @@ DECODE_BLOCKS_PER_SM = 4  # and of the decode kernel, if its shared memory does:
 DECODE_FIXED_BYTES, DECODE_RATE2_BYTES = 6_224, 3_072  # of a block, and for each half bit of the largest rate
 DECODE_BLOCK = 8
 PREFILL_TILES = (16, 32, 64, 128)
+TALL_TILE = 256  # SM90, see Cut.pairs: where an average expert has more routes than
+TALL_ROUTES = 112
 PASSES = 4  # of gate and up and a slice, at capacity: a quarter of the routes still fills the card
 ERROR_LIMIT = 5e-3  # relative, of the start-up check; bfloat16 outputs alone round by 2e-3
 LEAST_WINDOW = 2048  # routes of a pass, below which memory is not worth another one
@@ -59,13 +61,14 @@ class NativeMoePlan:
         """Of the kernels that calls may reach."""
         if self.cut.decode:
             return (self.cut.row_tile,)
-        return tuple(tile for tile in PREFILL_TILES if tile <= self.cut.row_tile)
+        return tuple(tile for tile in _tiles(self.sizes, self.cut.pairs) if tile <= self.cut.row_tile)
 
     def cut_for(self, rows: int) -> Cut:
         """For a call of so many rows."""
         if self.cut.decode:
             return self.cut
-        return replace(self.cut, row_tile=row_tile(self.sizes.experts, rows * self.sizes.top_k))
+        routes = rows * self.sizes.top_k
+        return replace(self.cut, row_tile=row_tile(self.sizes.experts, routes, self.cut.row_tile))
 
 
 def can_run(query: MoeQuery, device: Device) -> tuple[bool, str]:
@@ -141,7 +144,7 @@ def _prefill(query: MoeQuery, rows: int, device: Device) -> Cut:
     columns = inputs * 2 * query.k // routes // step * step  # what fits where the inputs were
     return Cut(
         decode=False,
-        row_tile=row_tile(query.experts, routes),
+        row_tile=row_tile(query.experts, routes, _tiles(query, pairs)[-1]),
         parts=1,
         window=window,
         down_columns=max(BLOCK, min(columns, query.k)),
@@ -150,14 +153,23 @@ def _prefill(query: MoeQuery, rows: int, device: Device) -> Cut:
     )
 
 
-def row_tile(experts: int, routes: int) -> int:
-    """Rows of a prefill block: the least that 2.5 average experts fit into, for routing is uneven.
+def _tiles(of: MoeQuery | Sizes, pairs: bool) -> tuple[int, ...]:
+    """Rows of prefill blocks that there are kernels for: the largest take rows that lie in the order of routes."""
+    tall = pairs and (not of.shared_h or of.weight_on_input)
+    return (*PREFILL_TILES, TALL_TILE) if tall else PREFILL_TILES
+
+
+def row_tile(experts: int, routes: int, largest: int) -> int:
+    """Rows of a prefill block: the least that 2.5 average experts fit into, for routing is uneven; blocks of TALL_TILE
+    where `largest` admits them and an average expert nearly fills one of 128.
 
     H200, GLM-5.2 at TP4, 3 bits, blocks of 32 and 64 rows: 512 rows take 1028 and 1020 µs with balanced routing, 1286
     and 1190 with Zipf; blocks of 64 and 128 rows: 1,024 rows take 1120 and 1167, 1576 and 1501; 2,048 rows 1432 and
     1453, 2142 and 1957 (csrc/exl3/README.md).
     """
     average = routes / experts
+    if average > TALL_ROUTES and largest >= TALL_TILE:
+        return TALL_TILE
     return next((tile for tile in PREFILL_TILES if average * 2.5 <= tile), PREFILL_TILES[-1])
 
 
@@ -233,6 +245,14 @@ def warm(plan: NativeMoePlan, prepared: Mapping[str, torch.Tensor], arena: torch
     return len(plan.row_tiles)
 
 
+def _kernels(plan: NativeMoePlan) -> list[tuple[int, bool]]:
+    """(row tile, pairs) of every kernel that plans of this layer may reach."""
+    if plan.cut.decode:
+        return [(DECODE_BLOCK, False)]
+    larger = [tile for tile in _tiles(plan.sizes, plan.cut.pairs) if tile >= 64] if plan.cut.pairs else []
+    return [(tile, False) for tile in PREFILL_TILES] + [(tile, True) for tile in larger]
+
+
 def check(query: MoeQuery, device: torch.device) -> None:
     """Compare every kernel that a layer like this may reach with the reference, on this very device.
 
@@ -243,11 +263,10 @@ def check(query: MoeQuery, device: torch.device) -> None:
     prepared = prepare(one.query, one.weights)
     for window in ("decode", "prefill"):
         planned = plan(one.query, card, Window(name=window, rows=ROWS, block=DECODE_BLOCK))
-        for tile in (DECODE_BLOCK,) if window == "decode" else PREFILL_TILES:
-            for pairs in {False, planned.cut.pairs}:
-                y, cut = torch.empty_like(one.x), replace(planned.cut, row_tile=tile, pairs=pairs)
-                size = ops_moe.arena_bytes(ROWS, planned.slices, planned.sizes, cut)
-                arena = torch.full((size,), 255, dtype=torch.uint8, device=device)
-                _run(planned, cut, prepared, arena, one.x, one.topk_weights, one.topk_ids, y)
-                error = float((y - one.truth).norm() / one.truth.norm())
-                self_check(error, ERROR_LIMIT, f"native: {window} in blocks of {tile} rows, {query}")
+        for tile, pairs in _kernels(planned):
+            y, cut = torch.empty_like(one.x), replace(planned.cut, row_tile=tile, pairs=pairs)
+            size = ops_moe.arena_bytes(ROWS, planned.slices, planned.sizes, cut)
+            arena = torch.full((size,), 255, dtype=torch.uint8, device=device)
+            _run(planned, cut, prepared, arena, one.x, one.topk_weights, one.topk_ids, y)
+            error = float((y - one.truth).norm() / one.truth.norm())
+            self_check(error, ERROR_LIMIT, f"native: {window} in blocks of {tile} rows, {query}")

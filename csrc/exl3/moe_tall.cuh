@@ -1,0 +1,207 @@
+// The grouped product for experts with many routes, on SM90: up to 256 routes x 128 columns at once, so that a tile of
+// weights is decoded for twice as many rows.
+//
+// One warp fetches: packed weights and, by the copy engine, rows of x. Two warpgroups decode and multiply, 64 columns
+// each, with as many rows as the block has, rounded up: 128 sums a thread at most, for which the other warps hand their
+// registers over. A ring of stages of 64 k joins them, so no warp waits for all. Within an item k ascends as in
+// moe_product.cuh, and the sums are the same.
+#pragma once
+
+#include "moe_product.cuh"
+#include "tensor_map.cuh"
+
+namespace exl3 {
+
+struct Tall {
+  static constexpr int kRows = kMaxRowTile, kGroups = kRows / kGroupRows;
+  static constexpr int kDepth = kBoxColumns;  // of a stage
+  static constexpr int kBoxRows = 64;
+  static constexpr int kTileRows = kDepth / kTile, kUnitStages = kUnitDepth / kDepth;
+  static constexpr int kSumWarps = kBlockTiles, kSumThreads = 32 * kSumWarps;
+  static constexpr int kThreads = kSumThreads + 128;  // registers go from warpgroup to warpgroup; one warp of it works
+  static constexpr int kSumRegisters = 232, kFetchRegisters = 40;
+  static constexpr int kMostStages = 6;
+  static constexpr int kRowBytes = kDepth * 2, kBoxBytes = kBoxRows * kRowBytes, kXBytes = kRows * kRowBytes;
+  static constexpr int kListed = 8;
+  static constexpr int kFirstBox = 8;  // the lane that fetches the first rows of x; lanes from 0 on fetch weights
+  static constexpr int kBarrierBytes = 2 * 8 * kMostStages;
+  static constexpr int kStaticBytes = 2048;  // at most, of the list
+  static constexpr int kTilesAtOnce = 2;     // decoded side by side
+
+  __host__ __device__ static constexpr int stage_bytes(int rate2) {
+    return kXBytes + (kTileRows * kBlockTiles * 16 * rate2 + 1023) / 1024 * 1024;  // x begins at multiples of 1024
+  }
+  __host__ __device__ static constexpr int stages(int stage_bytes) {
+    const int room = (232448 - kStaticBytes - kBarrierBytes - 1024) / stage_bytes;
+    return room < kMostStages ? room : kMostStages;
+  }
+  static constexpr int shared_bytes(int rate2) {
+    return stages(stage_bytes(rate2)) * stage_bytes(rate2) + kBarrierBytes + 1024;
+  }
+
+  // What a block has from its launch is what its warps may exchange; asking for more waits for ever.
+  static_assert(kSumThreads * kSumRegisters + 128 * kFetchRegisters <= 65536 / kThreads / 8 * 8 * kThreads,
+                "registers are there");
+  // An item has kUnitStages stages at least, so all stages of a ring belong to items that are this near.
+  static_assert(kListed > kMostStages / kUnitStages + 1, "an item is described anew when nobody needs it");
+};
+
+#if EXL3_WARPGROUP
+
+// The thread block's ring of stages, each x, then weights, with two barriers each.
+struct TallRing {
+  SharedAddress begin, barriers;
+  uint32_t stage_bytes;
+  int stages;
+  __device__ __forceinline__ SharedAddress x(int stage) const { return begin + stage * stage_bytes; }
+  __device__ __forceinline__ SharedAddress weights(int stage) const { return x(stage) + Tall::kXBytes; }
+  __device__ __forceinline__ SharedAddress full(int stage) const { return barriers + stage * 8; }
+  __device__ __forceinline__ SharedAddress empty(int stage) const { return barriers + (Tall::kMostStages + stage) * 8; }
+};
+
+// Describe and fetch all items of this thread block, one after the other. One warp.
+__device__ __forceinline__ void fetch_items(const MoeCall& call, const MoeStage& stage, const TensorMap& map,
+                                            const TallRing& ring, MoeItem* items) {
+  const int lane = threadIdx.x % 32, box = lane - Tall::kFirstBox;
+  Turn turn{0, 0};
+#pragma unroll 1
+  for (int number = 0;; ++number) {
+    MoeItem& item = items[number % Tall::kListed];
+    if (lane == 0) describe_dealt(call, stage, number, item);
+    __syncwarp();
+    int left = item.stages * Tall::kUnitStages, k = item.x / 2;
+    const int boxes = (item.rows + Tall::kBoxRows - 1) / Tall::kBoxRows, row = item.source + box * Tall::kBoxRows;
+    const uint32_t bytes = kBlockTiles * 16 * item.rate2;  // of a row of tiles
+    const unsigned char* weights = item.weights + static_cast<int64_t>(lane) * item.pitch;
+    const int64_t next = static_cast<int64_t>(Tall::kTileRows) * item.pitch;
+    if (left == 0) break;
+#pragma unroll 1
+    for (; left > 0; --left, k += Tall::kDepth, weights += next, turn.step(ring.stages)) {
+      const SharedAddress full = ring.full(turn.stage);
+      barrier_wait(ring.empty(turn.stage), turn.parity ^ 1);
+      if (lane == 0) barrier_expect(full, boxes * Tall::kBoxBytes + Tall::kTileRows * bytes);
+      __syncwarp();
+      // Weights first: they come from farther away.
+      if (lane < Tall::kTileRows) bulk_copy(ring.weights(turn.stage) + lane * bytes, weights, bytes, full);
+      if (box >= 0 && box < boxes) copy_box(ring.x(turn.stage) + box * Tall::kBoxBytes, map, k, row, full);
+    }
+  }
+  // A stage of nothing, for the item that says there is none.
+  barrier_wait(ring.empty(turn.stage), turn.parity ^ 1);
+  if (lane == 0) barrier_arrive(ring.full(turn.stage));
+}
+
+// sums += `units` times 128 k, for as many groups of rows as there are sums.
+template <Codebook kBook, int kRate2, int kGroups>
+__device__ __forceinline__ void multiply_units(const TallRing& ring, Turn& turn, int units, float (&sums)[kGroups][4]) {
+  constexpr int kAtOnce = Tall::kTilesAtOnce, kTileRowBytes = kBlockTiles * Rate<kRate2>::kTileBytes;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const LanePlace<kRate2> place(lane);
+  uint32_t a[2][kAtOnce][4];
+#pragma unroll 1
+  for (; units > 0; --units) {
+    SharedAddress empty = 0;  // of the stage before
+#pragma unroll
+    for (int stage = 0; stage < Tall::kUnitStages; ++stage) {
+      barrier_wait(ring.full(turn.stage), turn.parity);
+      const SharedAddress weights = ring.weights(turn.stage) + warp * Rate<kRate2>::kTileBytes;
+      const auto x = swizzled_descriptor(ring.x(turn.stage));
+      SharedAddress leaving = ring.empty(turn.stage);
+      // Now, and not among the products: those who wait for them would wait for this too.
+      turn.step(ring.stages);
+      keep_in_register(leaving);
+#pragma unroll
+      for (int tile = 0; tile < Tall::kTileRows; tile += kAtOnce) {
+        auto& decoded = a[tile / kAtOnce % 2];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i)
+          decode_tile<kBook, kRate2>(SharedTile{weights + (tile + i) * kTileRowBytes}, place, decoded[i]);
+        warpgroup_arrive();
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i)
+          warpgroup_mma(sums, decoded[i], descriptor_after(x, (tile + i) * kTile * 2));
+        warpgroup_commit();
+        if (stage + 1 < Tall::kUnitStages || tile + kAtOnce < Tall::kTileRows) warpgroup_wait<1>();
+        if (stage > 0 && tile == 0 && lane == 0) barrier_arrive(empty);  // all products of the stage before are done
+      }
+      empty = leaving;
+    }
+    warpgroup_wait<0>();
+    if (lane == 0) barrier_arrive(empty);
+  }
+}
+
+// Rows by which products differ. Rates that experts hardly have get fewer products, which take long to compile.
+template <int kRate2>
+constexpr int kTallStep = kRate2 <= 8 ? 32 : 128;
+
+// One item with its sums, of as many rows as the block has, rounded up.
+template <Codebook kBook, int kRate2, int kGroups = Tall::kGroups>
+__device__ __forceinline__ void multiply_item(const MoeStage& stage, const MoeItem& item, const TallRing& ring,
+                                              Turn& turn) {
+  constexpr int kLess = kGroups - kTallStep<kRate2> / kGroupRows;
+  if constexpr (kLess > 0)
+    if (item.rows <= kLess * kGroupRows) return multiply_item<kBook, kRate2, kLess>(stage, item, ring, turn);
+  float sums[kGroups][4] = {};
+  multiply_units<kBook, kRate2>(ring, turn, item.stages, sums);
+  store_sums(stage.scale, sums, sum_place(stage, item), kGroups * kGroupRows);
+}
+
+template <Codebook kBook>
+__device__ __forceinline__ void multiply_all(const MoeStage& stage, const MoeItem* items, const TallRing& ring) {
+  Turn turn{0, 0};
+#pragma unroll 1
+  for (int number = 0;; ++number) {
+    barrier_wait(ring.full(turn.stage), turn.parity);  // the item has been described
+    const MoeItem& item = items[number % Tall::kListed];
+    if (item.stages == 0) return;
+    switch (item.rate2) {
+#define EXL3_RATE(r) \
+  case r: multiply_item<kBook, r>(stage, item, ring, turn); break;
+      EXL3_RATE(2) EXL3_RATE(4) EXL3_RATE(6) EXL3_RATE(8) EXL3_RATE(10) EXL3_RATE(12) EXL3_RATE(14) EXL3_RATE(16)
+      default:
+        if constexpr (kBook == Codebook::kMul1) switch (item.rate2) {
+            EXL3_RATE(3) EXL3_RATE(5) EXL3_RATE(7)
+          }
+#undef EXL3_RATE
+    }
+  }
+}
+
+#endif  // EXL3_WARPGROUP
+
+// Grid: any number of blocks, one an SM; dynamic shared memory: Tall::shared_bytes of the largest rate in the table. For
+// cards without warpgroups the kernel is empty, and nobody launches it.
+template <Codebook kBook>
+__global__ void __launch_bounds__(Tall::kThreads, 1)
+    moe_tall_kernel(const __grid_constant__ MoeCall call, const __grid_constant__ MoeStage stage,
+                    const __grid_constant__ TensorMap map) {
+#if EXL3_WARPGROUP
+  __shared__ __align__(16) MoeItem items[Tall::kListed];
+  static_assert(sizeof(items) <= Tall::kStaticBytes, "shared memory was counted");
+  const SharedAddress barriers = dynamic_shared();
+  const SharedAddress begin = (barriers + Tall::kBarrierBytes + 1023) / 1024 * 1024;
+  const TallRing ring{begin, barriers, stage.stage_bytes, Tall::stages(stage.stage_bytes)};
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < ring.stages; ++s) {
+      barrier_init(ring.full(s), 1);
+      barrier_init(ring.empty(s), Tall::kSumWarps);
+    }
+    barrier_publish();
+  }
+  __syncthreads();
+  wait_for_previous_grid();
+  allow_next_grid();
+  if (threadIdx.x >= Tall::kSumThreads) {
+    give_registers<Tall::kFetchRegisters>();
+    if (threadIdx.x < Tall::kSumThreads + 32) fetch_items(call, stage, map, ring, items);
+  } else {
+    take_registers<Tall::kSumRegisters>();
+    multiply_all<kBook>(stage, items, ring);
+  }
+#else
+  (void)call, (void)stage, (void)map;
+#endif
+}
+
+}  // namespace exl3
