@@ -2,7 +2,8 @@
 PYTHON ?= python3
 TORCH ?= auto
 BIN := .venv/bin
-PYTEST := $(BIN)/python -m pytest --timeout=900
+LIMIT := --timeout=900
+PYTEST := $(BIN)/python -m pytest $(LIMIT)
 CODE := $(wildcard release validate bench vllm)
 
 .DEFAULT_GOAL := help
@@ -18,10 +19,10 @@ demo: venv  ## serve a small generated checkpoint, or MODEL=dir, on PORT (8000);
 	@$(BIN)/python -m validate.demo
 
 test: venv  ## every test that is fast enough
-	@$(PYTEST) -m "not slow and not gpu"
+	@$(BIN)/python -m tests $(LIMIT) -m "not slow and not gpu"
 
 test-all: venv  ## also the slow ones
-	@$(PYTEST) -m "not gpu"
+	@$(BIN)/python -m tests $(LIMIT) -m "not gpu"
 
 test-gpu:  ## the kernel tests, on a GPU machine: needs only torch and pytest, no package index
 	@$(PYTHON) -m pytest tests/gpu
