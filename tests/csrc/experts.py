@@ -157,6 +157,15 @@ def random_call(of: MoeQuery, rows: int, ids: torch.Tensor | None = None, seed: 
     return Call(x=x, weights=routing.contiguous(), ids=chosen.int() if ids is None else ids)
 
 
+def skewed(rows: int, experts: int, top_k: int) -> torch.Tensor:
+    """Distinct experts a row, as often as one over their rank, which is not their number's order."""
+    generator = torch.Generator().manual_seed(rows)
+    odds = 1 / (1 + torch.randperm(experts, generator=generator))
+    ids = torch.multinomial(odds.expand(rows, -1), top_k, generator=generator).int()
+    ids[::7, 1] = -1
+    return ids
+
+
 def run(
     of: MoeQuery,
     call: Call,

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.csrc.emulation import load
-from tests.csrc.experts import DEVICE, Call, Listed, arena_bytes, query, random_call, run, truth
+from tests.csrc.experts import DEVICE, Call, Listed, arena_bytes, query, random_call, run, skewed, truth
 from tests.csrc.shards import error, same_bytes
 from vllm.model_executor.layers.quantization.exl3_trellis import ops_moe
 from vllm.model_executor.layers.quantization.exl3_trellis.backends import native_moe
@@ -138,6 +138,9 @@ def test_any_number_of_thread_blocks(plan, grid):
 def test_more_items_than_a_thread_block_lists(plan):
     of = query([(3, 3, 3), (2, 2, 2)] * 5, k=1280)
     check(of, random_call(of, 9), plan, grid=1)
+    if plan == "prefill":  # of the fewest stages each
+        of = query([(3, 3, 3), (2, 2, 2)] * 10, k=128)
+        check(of, random_call(of, 30), plan, grid=2, row_tile=256, target="warpgroup")
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -171,20 +174,11 @@ def test_routes_of_several_chunks():
 def test_blocks_of_a_window_are_listed_by_size(rows, tile, window):
     """Every route in one block, every block in one window; routing is skewed, and some routes are nobody's."""
     of = query([(3, 3, 3), (2, 2, 2), (4, 4, 4)] * 4, k=128)
-    call = random_call(of, rows, _skewed(rows, of.experts, of.top_k))
+    call = random_call(of, rows, skewed(rows, of.experts, of.top_k))
     seen = []
     run(of, call, "prefill", row_tile=tile, window=window, look=lambda arena: seen.append(arena.clone()))
     for arena in seen:
         _check_listed(Listed.of(arena, call, of.experts, window), call, tile, window, native_moe.table_of(of))
-
-
-def _skewed(rows: int, experts: int, top_k: int) -> torch.Tensor:
-    """Distinct experts a row, as often as one over their rank, which is not their number's order."""
-    generator = torch.Generator().manual_seed(rows)
-    odds = 1 / (1 + torch.randperm(experts, generator=generator))
-    ids = torch.multinomial(odds.expand(rows, -1), top_k, generator=generator).int()
-    ids[::7, 1] = -1
-    return ids
 
 
 def _check_listed(listed: Listed, call: Call, tile: int, window: int, table: torch.Tensor) -> None:

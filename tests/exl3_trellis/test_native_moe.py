@@ -44,8 +44,18 @@ EDGES = [(1, 16), (1638, 16), (1639, 32), (3276, 32), (3277, 64), (6553, 64), (6
 
 @pytest.mark.parametrize("routes, tile", EDGES)
 def test_row_tiles_fit_the_average_expert(routes, tile):
-    assert native_moe.row_tile(256, routes, 256) == tile
-    assert native_moe.row_tile(256, routes, 128) == min(tile, 128)
+    layer = query([3] * 256, 256, 512, 8)
+    assert native_moe.row_tile(layer, 1, routes, window=max(2048, -(-routes // 4)), grid=264) == tile
+
+
+# experts, width and routes an expert; of these the last fill their blocks
+UNEVEN = [(8, 3584, 128, 128), (128, 384, 128, 128), (8, 3584, 224, 128), (8, 3584, 225, 256), (128, 384, 225, 256)]
+
+
+@pytest.mark.parametrize("experts, width, average, tile", UNEVEN)
+def test_tall_blocks_fill_themselves_or_their_rounds(experts, width, average, tile):
+    layer, routes = query([3] * experts, 256, width, 2), experts * average
+    assert native_moe.row_tile(layer, 1, routes, window=max(2048, routes // 4), grid=264) == tile
 
 
 PREFILL = Window(name="prefill", rows=4096, block=64)

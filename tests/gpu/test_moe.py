@@ -92,9 +92,9 @@ def test_every_rate(book: str) -> None:
         layer = query([rate] * 4, 384, 256, 2, codebook=book, io_dtype="float32")
         weights = random_experts(layer, CUDA)
         truth = Truth(layer, weights)
-        x = inputs(layer, 300)
-        routes, ids = routing("balanced", 300, 4, 2, CUDA)
-        counts = [("decode", 9), *(("prefill", rows) for rows in (5, 20, 40, 80, 300))]  # a row tile each
+        x = inputs(layer, 500)
+        routes, ids = routing("balanced", 500, 4, 2, CUDA)
+        counts = [("decode", 9), *(("prefill", rows) for rows in (5, 20, 40, 80, 300, 500))]  # all row tiles
         for window, rows in counts:
             y = Runner(layer, weights, window)(x[:rows], routes[:rows], ids[:rows])
             got = error(y, truth(x[:rows], routes[:rows], ids[:rows]))

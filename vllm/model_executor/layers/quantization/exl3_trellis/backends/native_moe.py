@@ -36,8 +36,9 @@ DECODE_BLOCKS_PER_SM = 4  # and of the decode kernel, if its shared memory does:
 DECODE_FIXED_BYTES, DECODE_RATE2_BYTES = 6_224, 3_072  # of a block, and for each half bit of the largest rate
 DECODE_BLOCK = 8
 PREFILL_TILES = (16, 32, 64, 128)
-TALL_TILE = 256  # SM90, see Cut.pairs: where an average expert has more routes than
-TALL_ROUTES = 112
+TALL_TILE = 256  # on SM90
+TALL_ROUTES = 112  # of an average expert, above which such a block may pay
+TALL_FILL = 0.9  # of the last round of a window's items, which these blocks deal whole
 PASSES = 4  # of gate and up and a slice, at capacity: a quarter of the routes still fills the card
 ERROR_LIMIT = 5e-3  # relative, of the start-up check; bfloat16 outputs alone round by 2e-3
 LEAST_WINDOW = 2048  # routes of a pass, below which memory is not worth another one
@@ -67,8 +68,8 @@ class NativeMoePlan:
         """For a call of so many rows."""
         if self.cut.decode:
             return self.cut
-        routes = rows * self.sizes.top_k
-        return replace(self.cut, row_tile=row_tile(self.sizes.experts, routes, self.cut.row_tile))
+        tile = row_tile(self.sizes, self.slices, rows * self.sizes.top_k, self.cut.window, self.cut.grid)
+        return replace(self.cut, row_tile=min(tile, self.cut.row_tile))
 
 
 def can_run(query: MoeQuery, device: Device) -> tuple[bool, str]:
@@ -142,13 +143,14 @@ def _prefill(query: MoeQuery, rows: int, device: Device) -> Cut:
     pairs = device.sm == 90
     step = BLOCK * (1 + pairs)  # an even number of column blocks
     columns = inputs * 2 * query.k // routes // step * step  # what fits where the inputs were
+    grid = BLOCKS_PER_SM * device.sms
     return Cut(
         decode=False,
-        row_tile=row_tile(query.experts, routes, _tiles(query, pairs)[-1]),
+        row_tile=min(row_tile(query, query.slices, routes, window, grid), _tiles(query, pairs)[-1]),
         parts=1,
         window=window,
         down_columns=max(BLOCK, min(columns, query.k)),
-        grid=BLOCKS_PER_SM * device.sms,
+        grid=grid,
         pairs=pairs,
     )
 
@@ -159,17 +161,20 @@ def _tiles(of: MoeQuery | Sizes, pairs: bool) -> tuple[int, ...]:
     return (*PREFILL_TILES, TALL_TILE) if tall else PREFILL_TILES
 
 
-def row_tile(experts: int, routes: int, largest: int) -> int:
-    """Rows of a prefill block: the least that 2.5 average experts fit into, for routing is uneven; blocks of TALL_TILE
-    where `largest` admits them and an average expert nearly fills one of 128.
+def row_tile(of: MoeQuery | Sizes, slices: int, routes: int, window: int, grid: int) -> int:
+    """Rows of a prefill block: the least that 2.5 average experts fit into, for routing is uneven; TALL_TILE where an
+    average expert fills that, or half of it where the items of a window fill their rounds too.
 
     H200, GLM-5.2 at TP4, 3 bits, blocks of 32 and 64 rows: 512 rows take 1028 and 1020 µs with balanced routing, 1286
     and 1190 with Zipf; blocks of 64 and 128 rows: 1,024 rows take 1120 and 1167, 1576 and 1501; 2,048 rows 1432 and
     1453, 2142 and 1957 (csrc/exl3/README.md).
     """
-    average = routes / experts
-    if average > TALL_ROUTES and largest >= TALL_TILE:
-        return TALL_TILE
+    average = routes / of.experts
+    if average > TALL_ROUTES:
+        items = round(min(window, routes) / average) * slices * 2 * of.width // BLOCK
+        places = -(-grid // BLOCKS_PER_SM)
+        if average > 2 * TALL_ROUTES or items >= TALL_FILL * -(-items // places) * places:
+            return TALL_TILE
     return next((tile for tile in PREFILL_TILES if average * 2.5 <= tile), PREFILL_TILES[-1])
 
 
