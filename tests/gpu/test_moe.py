@@ -117,10 +117,14 @@ def test_a_row_has_the_same_bytes_in_every_batch(name: str) -> None:
             assert torch.equal(run(x[last], routes[last], ids[last]), whole[last]), f"the last {count} rows to {window}"
 
 
-@pytest.mark.parametrize(("window", "rows"), [("decode", 32), ("prefill", 700)])
-def test_graph_replays_give_the_eager_bytes(window: str, rows: int) -> None:
-    layer = LAYERS["small-k6-shared"]
-    weights, _ = made("small-k6-shared")
+# The last in blocks of 256.
+REPLAYED = [("small-k6-shared", "decode", 32), ("small-k6-shared", "prefill", 700), ("3inst", "prefill", 1000)]
+
+
+@pytest.mark.parametrize(("name", "window", "rows"), REPLAYED)
+def test_graph_replays_give_the_eager_bytes(name: str, window: str, rows: int) -> None:
+    layer = LAYERS[name]
+    weights, _ = made(name)
     run = Runner(layer, weights, window)
     assert native_moe.warm(run.plan, run.prepared, run.arena) == len(run.plan.row_tiles)
     x, y = inputs(layer, rows), torch.empty(rows, layer.hidden, dtype=torch.bfloat16, device=CUDA)
