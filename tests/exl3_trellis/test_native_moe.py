@@ -69,8 +69,10 @@ def test_only_sm90_has_the_larger_blocks(sm, monkeypatch):
     assert plan.cut.down_columns == (512 if sm == 90 else 640)  # as many as fit, of eleven column blocks
     assert plan.cut_for(30).row_tile == 64
     assert plan.row_tiles == (16, 32, 64, 128, 256)[: 5 if sm == 90 else 4]
+    assert plan.cut_for(4096).row_tile == plan.row_tiles[-1]
     shared = native_moe.plan(replace(LAYER, shared_h=True), replace(HOPPER, sm=sm), PREFILL)
     assert shared.row_tiles == (16, 32, 64, 128)
+    assert shared.cut_for(4096).row_tile == 128
 
 
 def test_the_table_says_where_every_expert_lies():
