@@ -13,11 +13,18 @@ __device__ __forceinline__ int first_channel_of(int lane, int piece) {
   return place / kTile * kTile + place % kTile / 2;
 }
 
-// The eight factors of a piece, [i][2q + half].
+// The eight factors of a piece, [i][2q + half], from those of 128 channels. A lane reads eight neighbouring ones, for a
+// load takes the longer the more lines it touches, and exchanges four of them with the lane that has the other half of the tile.
 struct PieceFactors {
   uint2 four[2];
-  __device__ __forceinline__ PieceFactors(const __half* s, int channel)
-      : four{*reinterpret_cast<const uint2*>(s + channel), *reinterpret_cast<const uint2*>(s + channel + 8)} {}
+  __device__ __forceinline__ PieceFactors(const __half* s, int lane, int piece) {
+    const uint4 read = *reinterpret_cast<const uint4*>(s + first_point(lane, piece));
+    const bool second = lane % 2;
+    const uint2 kept = second ? make_uint2(read.z, read.w) : make_uint2(read.x, read.y);
+    const uint2 given = second ? make_uint2(read.x, read.y) : make_uint2(read.z, read.w);
+    const uint2 taken = make_uint2(shuffle_from(given.x, lane ^ 1), shuffle_from(given.y, lane ^ 1));
+    four[0] = second ? taken : kept, four[1] = second ? kept : taken;
+  }
   __device__ __forceinline__ float operator()(int i, int of_four) const {
     const float2 pair = half_pair(of_four < 2 ? four[i].x : four[i].y);
     return of_four % 2 ? pair.y : pair.x;
@@ -55,37 +62,33 @@ __device__ __forceinline__ void make_middle(const MoeCall& call, int window) {
                       static_cast<int64_t>(expert) * kMatrices * args.width + block * kBlockColumns;
   const __half* suh = static_cast<const __half*>(args.slice[slice].suh2) + static_cast<int64_t>(expert) * args.width +
                       block * kBlockColumns;
+  HalfOfGroups v[2];
+  transform(in, inner, 0, v[0]);
+  transform(in, inner, 1, v[1]);
   Groups middle;
-#pragma unroll 1
-  for (int half = 0; half < 2; ++half) {  // one copy of the code: it is run once, and fetching it takes the time
-    HalfOfGroups v;
-    transform(in, inner, half, v);
 #pragma unroll
-    for (int piece = 0; piece < kPieces; ++piece) {
-      const int channel = first_channel_of(lane, piece) + half;
-      const int of_all = slice * args.width + block * kBlockColumns + channel;
+  for (int piece = 0; piece < kPieces; ++piece) {
+    const int channel = first_channel_of(lane, piece), of_all = slice * args.width + block * kBlockColumns + channel;
+    const PieceFactors of_gate(svh, lane, piece), of_up(svh + args.width, lane, piece), of_middle(suh, lane, piece);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
 #pragma unroll
       for (int q = 0; q < 2; ++q) {
         float m[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const int at = channel + 2 * q + 8 * i;
-          const float(&pair)[4] = v[2 * piece + q];
-          const float gate = pair[i] * (__half2float(svh[at]) * scale);
-          const float up = pair[2 + i] * (__half2float(svh[args.width + at]) * scale);
-          const bool used = of_all + 2 * q + 8 * i < args.intermediate;
-          m[i] = used ? activate(args, kKind, gate, up) * (__half2float(suh[at]) * kHadamardScale) : 0.0f;
+          const float(&pair)[4] = v[half][2 * piece + q];
+          const float gate = pair[i] * (of_gate(i, 2 * q + half) * scale);
+          const float up = pair[2 + i] * (of_up(i, 2 * q + half) * scale);
+          const bool used = of_all + 2 * q + half + 8 * i < args.intermediate;
+          m[i] = used ? activate<true>(args, kKind, gate, up) * (of_middle(i, 2 * q + half) * kHadamardScale) : 0.0f;
         }
         const uint32_t high = pack_half2(m[0], m[1]);
         const float2 kept = half_pair(high);
-        const uint32_t low = pack_half2(m[0] - kept.x, m[1] - kept.y);
-        uint32_t(&to)[4] = middle[2 * piece + q];
-        if (half == 0) to[0] = high, to[1] = low;
-        else to[2] = high, to[3] = low;
+        middle[2 * piece + q][2 * half] = high;
+        middle[2 * piece + q][2 * half + 1] = pack_half2(m[0] - kept.x, m[1] - kept.y);
       }
-    }
   }
-  HalfOfGroups v[2];
   transform_sum(middle, inner, 0, v[0]);
   transform_sum(middle, inner, 1, v[1]);
   __half* to = reinterpret_cast<__half*>(args.arena + arena.middle) +
@@ -141,6 +144,12 @@ __device__ __forceinline__ SlotSums slot_sums(const MoeArgs& args, const int* pl
   return {place, expert < 0 ? 0 : expert, place < 0 ? 0.0f : weight};
 }
 
+// What lane `from` has of it.
+__device__ __forceinline__ SlotSums from_lane(const SlotSums& of, int from) {
+  const auto take = [&](uint32_t v) { return shuffle_from(v, from); };
+  return {static_cast<int>(take(of.place)), static_cast<int>(take(of.expert)), bits_to_float(take(float_to_bits(of.weight)))};
+}
+
 // Three blocks an SM, as it was measured on SM90; on SM100 that would spill.
 constexpr int kCombineBlocksPerSm = EXL3_WARPGROUP ? 3 : 2;
 
@@ -165,10 +174,11 @@ static __global__ void __launch_bounds__(32 * kCombineWarps, kCombineBlocksPerSm
 #pragma unroll 1
   for (int slice = 0; slice < args.slices; ++slice) {
     const __half* svh = static_cast<const __half*>(args.slice[slice].svh2) + block;
-    SlotSums next[2] = {slot_sums(args, places, row, 0, scale), slot_sums(args, places, row, 1, scale)};
+    SlotSums of_lane;  // a slot for each lane
 #pragma unroll 1
     for (int slot = 0; slot < args.top_k; slot += 2) {
-      const SlotSums now[2] = {next[0], next[1]};
+      if (slot % 32 == 0) of_lane = slot_sums(args, places, row, slot + lane, scale);
+      const SlotSums now[2] = {from_lane(of_lane, slot % 32), from_lane(of_lane, slot % 32 + 1)};
       Groups in = {};
 #pragma unroll
       for (int set = 0; set < 2; ++set) {
@@ -179,8 +189,12 @@ static __global__ void __launch_bounds__(32 * kCombineWarps, kCombineBlocksPerSm
           if (here && now[set].place >= 0)
             put_piece(in, set, piece, *reinterpret_cast<const uint4*>(from + first_point(lane, piece)));
       }
+      const __half* of_set[2];
 #pragma unroll
-      for (int set = 0; set < 2; ++set) next[set] = slot_sums(args, places, row, slot + 2 + set, scale);
+      for (int set = 0; set < 2; ++set) of_set[set] = svh + static_cast<int64_t>(now[set].expert) * args.k;
+      const PieceFactors factors[2][kPieces] = {
+          {{of_set[0], lane, 0}, {of_set[0], lane, 1}, {of_set[0], lane, 2}, {of_set[0], lane, 3}},
+          {{of_set[1], lane, 0}, {of_set[1], lane, 1}, {of_set[1], lane, 2}, {of_set[1], lane, 3}}};
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         HalfOfGroups v;
@@ -188,16 +202,15 @@ static __global__ void __launch_bounds__(32 * kCombineWarps, kCombineBlocksPerSm
 #pragma unroll
         for (int set = 0; set < 2; ++set)
 #pragma unroll
-          for (int piece = 0; piece < kPieces; ++piece) {
-            const PieceFactors s(svh + static_cast<int64_t>(now[set].expert) * args.k, first_channel_of(lane, piece));
+          for (int piece = 0; piece < kPieces; ++piece)
 #pragma unroll
             for (int q = 0; q < 2; ++q)
 #pragma unroll
               for (int i = 0; i < 2; ++i) {
                 float& sum = y[half][2 * piece + q][i];
-                sum = fmaf(v[2 * piece + q][2 * set + i], s(i, 2 * q + half) * now[set].weight, sum);
+                const float factor = factors[set][piece](i, 2 * q + half) * now[set].weight;
+                sum = fmaf(v[2 * piece + q][2 * set + i], factor, sum);
               }
-          }
       }
     }
   }

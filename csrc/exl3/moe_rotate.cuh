@@ -30,6 +30,18 @@ __device__ __forceinline__ uint32_t load_pair(const MoeArgs& args, int row, int 
 // Inputs are stored as H x / 16, not over sqrt(128): a power of two keeps x exact in fp16. The middle makes up for it.
 constexpr float kInputScale = 1.0f / 16;
 
+// suh of a lane's points, as transform takes it.
+struct Signs {
+  uint32_t of[2 * kPieces][2];
+  __device__ __forceinline__ explicit Signs(const __half* from) {
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      const uint4 read = *reinterpret_cast<const uint4*>(from + piece * 32);
+      of[2 * piece][0] = read.x, of[2 * piece][1] = read.y, of[2 * piece + 1][0] = read.z, of[2 * piece + 1][1] = read.w;
+    }
+  }
+};
+
 constexpr int kSixteen = 2 * kOctet;  // routes whose inputs a warp rotates at once
 
 // One warp: the inputs of gate and up of up to 16 routes of an expert in one group of 128. Of this lane's two: where they
@@ -38,6 +50,9 @@ __device__ __forceinline__ void rotate_inputs(const MoeCall& call, const int (&s
                                               const float (&weight)[2], int expert, int group, int slice) {
   const MoeArgs& args = call.args;
   const int first = group * kHadamard + static_cast<int>(threadIdx.x) % 4 * 8;
+  const __half* suh =
+      static_cast<const __half*>(args.slice[slice].suh13) + static_cast<int64_t>(expert) * kMatrices * args.k + first;
+  Signs s(suh);  // asked for before x is waited for, and those of up before gate is made
   Groups x = {};
   if (plain_inputs(args, (group + 1) * kHadamard)) {
     uint4 read[2][kPieces] = {};
@@ -63,22 +78,16 @@ __device__ __forceinline__ void rotate_inputs(const MoeCall& call, const int (&s
           x[i][r] = load_pair(args, row[r % 2], first + i / 2 * 32 + i % 2 * 4 + r / 2 * 2, kInputScale);
   }
   const InnerTransform inner(threadIdx.x % 32);
-  const __half* suh =
-      static_cast<const __half*>(args.slice[slice].suh13) + static_cast<int64_t>(expert) * kMatrices * args.k;
   __half* const inputs = reinterpret_cast<__half*>(args.arena + call.arena.inputs);
+  static_assert(kMatrices == 2, "after gate comes up, and nothing");
 #pragma unroll 1
-  for (int matrix = 0; matrix < kMatrices; ++matrix, suh += args.k) {
-    uint32_t s[2 * kPieces][2];
-#pragma unroll
-    for (int piece = 0; piece < kPieces; ++piece) {
-      const uint4 read = *reinterpret_cast<const uint4*>(suh + first + piece * 32);
-      s[2 * piece][0] = read.x, s[2 * piece][1] = read.y, s[2 * piece + 1][0] = read.z, s[2 * piece + 1][1] = read.w;
-    }
+  for (int matrix = 0; matrix < kMatrices; ++matrix) {
+    const Signs next(suh + (kMatrices - 1) * args.k);
     uint32_t out[2][2 * kPieces][2];  // [half][as in Groups][set]
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       HalfOfGroups v;
-      transform(x, s, inner, half, v);
+      transform(x, s.of, inner, half, v);
 #pragma unroll
       for (int i = 0; i < 2 * kPieces; ++i)
 #pragma unroll
@@ -95,6 +104,7 @@ __device__ __forceinline__ void rotate_inputs(const MoeCall& call, const int (&s
         *reinterpret_cast<uint4*>(to + piece * 32) = make_uint4(out[0][2 * piece][set], out[1][2 * piece][set],
                                                                 out[0][2 * piece + 1][set], out[1][2 * piece + 1][set]);
     }
+    s = next;
   }
 }
 
@@ -121,7 +131,7 @@ static __global__ void __launch_bounds__(kRouteThreads, 1)
   list_routes<false>(call, blockIdx.x, call.arena.chunks);
 }
 
-constexpr int kInputWarps = 6, kInputGroups = 2;  // groups of k a warp rotates one after the other
+constexpr int kInputWarps = 6, kInputGroups = 4;  // groups of k a warp rotates one after the other
 
 // Goes through (16 routes of a block, groups of k), or where inputs belong to rows, (16 rows, groups), a warp each.
 // Grid: (any, slices).
@@ -135,16 +145,16 @@ static __global__ void __launch_bounds__(32 * kInputWarps, 2)
   const MoeBlock* blocks =
       reinterpret_cast<const MoeBlock*>(args.arena + call.arena.blocks) + (call.by_row ? 0 : first_of_window[0]);
   const Route* sorted = reinterpret_cast<const Route*>(args.arena + call.arena.sorted);
-  const int each = call.by_row ? 1 : args.row_tile / kSixteen;  // sixteens of a block
-  const int sixteens =
-      call.by_row ? (args.m + kSixteen - 1) / kSixteen : (first_of_window[1] - first_of_window[0]) * each;
+  const int count = call.by_row ? 0 : first_of_window[1] - first_of_window[0];  // of blocks
+  const int sixteens = call.by_row ? (args.m + kSixteen - 1) / kSixteen : count * (args.row_tile / kSixteen);
   const int runs = (groups + kInputGroups - 1) / kInputGroups;
   for (int at = blockIdx.x * kInputWarps + threadIdx.x / 32; at < sixteens * runs; at += gridDim.x * kInputWarps) {
+    // The first sixteens of all blocks, then the second ones, and the highest blocks come first: what there is to do is spread.
     const int sixteen = at / runs, first_group = at % runs * kInputGroups;
     int begin = sixteen * kSixteen, end = args.m, expert = 0;
     if (!call.by_row) {
-      const MoeBlock& block = blocks[sixteen / each];
-      begin = block.start + sixteen % each * kSixteen, end = block.start + block.count;
+      const MoeBlock& block = blocks[sixteen % count];
+      begin = block.start + sixteen / count * kSixteen, end = block.start + block.count;
       expert = args.shared_h ? 0 : block.expert;
     }
     if (begin >= end) continue;

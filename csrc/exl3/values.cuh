@@ -31,6 +31,7 @@ __device__ __forceinline__ uint32_t pack_bfloat162(float low, float high) {
 }
 
 __device__ __forceinline__ float bits_to_float(uint32_t bits) { return *reinterpret_cast<const float*>(&bits); }
+__device__ __forceinline__ uint32_t float_to_bits(float v) { return *reinterpret_cast<const uint32_t*>(&v); }
 
 __device__ __forceinline__ float load(const void* x, int64_t at, DataType type) {
   if (type == DataType::kHalf) return to_float(static_cast<const __half*>(x)[at]);

@@ -31,6 +31,10 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
+inline float __expf(float x) { return std::exp(x); }
+// For so large a divisor the fast division gives 0, and of an infinity no number.
+inline float __fdividef(float x, float y) { return std::fabs(y) > 0x1p126f ? x * 0.0f : x / y; }
+
 struct dim3 {
   unsigned x, y, z;
   dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
