@@ -60,7 +60,7 @@ struct Cut {
 struct Turn {
   int stage;
   uint32_t parity;
-  __device__ __forceinline__ void advance(int stages, int by = 1) {
+  __device__ __forceinline__ void advance(int stages, int by) {
     if ((stage += by) >= stages) stage -= stages, parity ^= 1;
   }
   // By one: fewer instructions that wait for one another.

@@ -1,7 +1,7 @@
 // The grouped product for experts with many routes, on SM90: up to 256 routes x 128 columns at once, so that a tile of
 // weights is decoded for twice as many rows.
 //
-// One warp fetches: packed weights and, by the copy engine, rows of x. Two warpgroups decode and multiply, 64 columns
+// Four warps fetch in turn: packed weights and, by the copy engine, rows of x. Two warpgroups decode and multiply, 64 columns
 // each, with as many rows as the block has, rounded up: 128 sums a thread at most, for which the other warps hand their
 // registers over. A ring of stages of 64 k joins them, so no warp waits for all. Within an item k ascends as in
 // moe_product.cuh, and the sums are the same.
@@ -18,14 +18,15 @@ struct Tall {
   static constexpr int kBoxRows = 64;
   static constexpr int kTileRows = kDepth / kTile, kUnitStages = kUnitDepth / kDepth;
   static constexpr int kSumWarps = kBlockTiles, kSumThreads = 32 * kSumWarps;
-  static constexpr int kThreads = kSumThreads + 128;  // registers go from warpgroup to warpgroup; one warp of it works
+  // Who fetches takes instructions from those who multiply on the same scheduler, so each of the four has a warp of them.
+  static constexpr int kFetchWarps = 4, kThreads = kSumThreads + 32 * kFetchWarps;
   static constexpr int kSumRegisters = 232, kFetchRegisters = 40;
   static constexpr int kMostStages = 6;
   static constexpr int kRowBytes = kDepth * 2, kBoxBytes = kBoxRows * kRowBytes, kXBytes = kRows * kRowBytes;
-  static constexpr int kListed = 8;
+  static constexpr int kListed = 8;  // in the list of each warp that fetches
   static constexpr int kFirstBox = 8;  // the lane that fetches the first rows of x; lanes from 0 on fetch weights
   static constexpr int kBarrierBytes = 2 * 8 * kMostStages;
-  static constexpr int kStaticBytes = 2048;  // at most, of the list
+  static constexpr int kStaticBytes = 3072;  // at most, of the lists
   static constexpr int kTilesAtOnce = 2;     // decoded side by side
 
   __host__ __device__ static constexpr int stage_bytes(int rate2) {
@@ -40,11 +41,14 @@ struct Tall {
   }
 
   // What a block has from its launch is what its warps may exchange; asking for more waits for ever.
-  static_assert(kSumThreads * kSumRegisters + 128 * kFetchRegisters <= 65536 / kThreads / 8 * 8 * kThreads,
+  static_assert(kSumThreads * kSumRegisters + 32 * kFetchWarps * kFetchRegisters <= 65536 / kThreads / 8 * 8 * kThreads,
                 "registers are there");
-  // An item has kUnitStages stages at least, so all stages of a ring belong to items that are this near.
-  static_assert(kListed > kMostStages / kUnitStages + 1, "an item is described anew when nobody needs it");
+  // An item's place in a list is read until its last stage has been released. Who describes the item kListed further on has
+  // fetched a stage that is less than kFetchWarps before that item, for which the stage kMostStages before was released;
+  // that one must belong to a later item than the first, and an item has kUnitStages stages at least.
+  static_assert(kListed > (kMostStages + kFetchWarps) / kUnitStages + 1, "an item is described anew when nobody needs it");
 };
+static_assert(Tall::stages(Tall::stage_bytes(16)) >= Tall::kFetchWarps, "each of those who fetch begins in its own stage");
 
 #if EXL3_WARPGROUP
 
@@ -59,24 +63,27 @@ struct TallRing {
   __device__ __forceinline__ SharedAddress empty(int stage) const { return barriers + (Tall::kMostStages + stage) * 8; }
 };
 
-// Describe and fetch all items of this thread block, one after the other. One warp.
+// Every kFetchWarps-th stage of this thread block's items, from stage `warp` of the first on. One warp, which describes the
+// items for itself and for those who multiply what it fetched first of an item.
 __device__ __forceinline__ void fetch_items(const MoeCall& call, const MoeStage& stage, const TensorMap& map,
-                                            const TallRing& ring, MoeItem* items) {
+                                            const TallRing& ring, MoeItem* items, int warp) {
   const int lane = threadIdx.x % 32, box = lane - Tall::kFirstBox;
-  Turn turn{0, 0};
+  Turn turn{warp, 0};
+  int at = warp;  // the stage that is this warp's next, from the item's first on
 #pragma unroll 1
   for (int number = 0;; ++number) {
     MoeItem& item = items[number % Tall::kListed];
     if (lane == 0) describe_dealt(call, stage, number, item);
     __syncwarp();
-    int left = item.stages * Tall::kUnitStages, k = item.x / 2;
+    const int stages = item.stages * Tall::kUnitStages;
     const int boxes = (item.rows + Tall::kBoxRows - 1) / Tall::kBoxRows, row = item.source + box * Tall::kBoxRows;
     const uint32_t bytes = kBlockTiles * 16 * item.rate2;  // of a row of tiles
-    const unsigned char* weights = item.weights + static_cast<int64_t>(lane) * item.pitch;
-    const int64_t next = static_cast<int64_t>(Tall::kTileRows) * item.pitch;
-    if (left == 0) break;
+    const int64_t pitch = item.pitch, next = pitch * Tall::kTileRows;
+    const unsigned char* weights = item.weights + lane * pitch + at * next;
+    int k = item.x / 2 + at * Tall::kDepth;
+    if (stages == 0) break;
 #pragma unroll 1
-    for (; left > 0; --left, k += Tall::kDepth, weights += next, turn.step(ring.stages)) {
+    for (; at < stages; at += Tall::kFetchWarps, turn.advance(ring.stages, Tall::kFetchWarps)) {
       const SharedAddress full = ring.full(turn.stage);
       barrier_wait(ring.empty(turn.stage), turn.parity ^ 1);
       if (lane == 0) barrier_expect(full, boxes * Tall::kBoxBytes + Tall::kTileRows * bytes);
@@ -84,8 +91,11 @@ __device__ __forceinline__ void fetch_items(const MoeCall& call, const MoeStage&
       // Weights first: they come from farther away.
       if (lane < Tall::kTileRows) bulk_copy(ring.weights(turn.stage) + lane * bytes, weights, bytes, full);
       if (box >= 0 && box < boxes) copy_box(ring.x(turn.stage) + box * Tall::kBoxBytes, map, k, row, full);
+      weights += next * Tall::kFetchWarps, k += Tall::kDepth * Tall::kFetchWarps;
     }
+    at -= stages;
   }
+  if (at > 0) return;
   // A stage of nothing, for the item that says there is none.
   barrier_wait(ring.empty(turn.stage), turn.parity ^ 1);
   if (lane == 0) barrier_arrive(ring.full(turn.stage));
@@ -94,10 +104,9 @@ __device__ __forceinline__ void fetch_items(const MoeCall& call, const MoeStage&
 // sums += `units` times 128 k, for as many groups of rows as there are sums.
 template <Codebook kBook, int kRate2, int kGroups>
 __device__ __forceinline__ void multiply_units(const TallRing& ring, Turn& turn, int units, float (&sums)[kGroups][4]) {
-  constexpr int kAtOnce = Tall::kTilesAtOnce, kTileRowBytes = kBlockTiles * Rate<kRate2>::kTileBytes;
+  constexpr int kTileRowBytes = kBlockTiles * Rate<kRate2>::kTileBytes;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const LanePlace<kRate2> place(lane);
-  uint32_t a[2][kAtOnce][4];
 #pragma unroll 1
   for (; units > 0; --units) {
     SharedAddress empty = 0;  // of the stage before
@@ -110,20 +119,14 @@ __device__ __forceinline__ void multiply_units(const TallRing& ring, Turn& turn,
       // Now, and not among the products: those who wait for them would wait for this too.
       turn.step(ring.stages);
       keep_in_register(leaving);
-#pragma unroll
-      for (int tile = 0; tile < Tall::kTileRows; tile += kAtOnce) {
-        auto& decoded = a[tile / kAtOnce % 2];
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i)
-          decode_tile<kBook, kRate2>(SharedTile{weights + (tile + i) * kTileRowBytes}, place, decoded[i]);
-        warpgroup_arrive();
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i)
-          warpgroup_mma(sums, decoded[i], descriptor_after(x, (tile + i) * kTile * 2));
-        warpgroup_commit();
-        if (stage + 1 < Tall::kUnitStages || tile + kAtOnce < Tall::kTileRows) warpgroup_wait<1>();
-        if (stage > 0 && tile == 0 && lane == 0) barrier_arrive(empty);  // all products of the stage before are done
-      }
+      const auto x_of = [&](int tile) { return descriptor_after(x, tile * kTile * 2); };
+      const auto asked_for = [&](int tiles) {
+        if (stage + 1 < Tall::kUnitStages || tiles < Tall::kTileRows) warpgroup_wait<1>();
+        // All products of the stage before are done.
+        if (stage > 0 && tiles == Tall::kTilesAtOnce && lane == 0) barrier_arrive(empty);
+      };
+      multiply_tiles<kBook, kRate2, Tall::kTileRows, Tall::kTilesAtOnce>(weights, kTileRowBytes, place, sums, x_of,
+                                                                        asked_for);
       empty = leaving;
     }
     warpgroup_wait<0>();
@@ -144,17 +147,19 @@ __device__ __forceinline__ void multiply_item(const MoeStage& stage, const MoeIt
     if (item.rows <= kLess * kGroupRows) return multiply_item<kBook, kRate2, kLess>(stage, item, ring, turn);
   float sums[kGroups][4] = {};
   multiply_units<kBook, kRate2>(ring, turn, item.stages, sums);
-  store_sums(stage.scale, sums, sum_place(stage, item), kGroups * kGroupRows);
+  store_sums<(kLess > 0 ? kLess : 0)>(stage.scale, sums, sum_place(stage, item), kGroups * kGroupRows);
 }
 
 template <Codebook kBook>
 __device__ __forceinline__ void multiply_all(const MoeStage& stage, const MoeItem* items, const TallRing& ring) {
   Turn turn{0, 0};
+  int stages = 0;  // of all items before
 #pragma unroll 1
   for (int number = 0;; ++number) {
-    barrier_wait(ring.full(turn.stage), turn.parity);  // the item has been described
-    const MoeItem& item = items[number % Tall::kListed];
+    barrier_wait(ring.full(turn.stage), turn.parity);  // the item has been described by who fetched this
+    const MoeItem& item = items[stages % Tall::kFetchWarps * Tall::kListed + number % Tall::kListed];
     if (item.stages == 0) return;
+    stages += item.stages * Tall::kUnitStages;
     switch (item.rate2) {
 #define EXL3_RATE(r) \
   case r: multiply_item<kBook, r>(stage, item, ring, turn); break;
@@ -177,7 +182,7 @@ __global__ void __launch_bounds__(Tall::kThreads, 1)
     moe_tall_kernel(const __grid_constant__ MoeCall call, const __grid_constant__ MoeStage stage,
                     const __grid_constant__ TensorMap map) {
 #if EXL3_WARPGROUP
-  __shared__ __align__(16) MoeItem items[Tall::kListed];
+  __shared__ __align__(16) MoeItem items[Tall::kFetchWarps * Tall::kListed];
   static_assert(sizeof(items) <= Tall::kStaticBytes, "shared memory was counted");
   const SharedAddress barriers = dynamic_shared();
   const SharedAddress begin = (barriers + Tall::kBarrierBytes + 1023) / 1024 * 1024;
@@ -194,7 +199,8 @@ __global__ void __launch_bounds__(Tall::kThreads, 1)
   allow_next_grid();
   if (threadIdx.x >= Tall::kSumThreads) {
     give_registers<Tall::kFetchRegisters>();
-    if (threadIdx.x < Tall::kSumThreads + 32) fetch_items(call, stage, map, ring, items);
+    const int warp = (threadIdx.x - Tall::kSumThreads) / 32;
+    fetch_items(call, stage, map, ring, items + warp * Tall::kListed, warp);
   } else {
     take_registers<Tall::kSumRegisters>();
     multiply_all<kBook>(stage, items, ring);

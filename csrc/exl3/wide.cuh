@@ -140,7 +140,7 @@ struct Fetcher {
     barrier_wait(shared.empty(turn.stage), turn.parity ^ 1);
     barrier_expect(full, Wide::kXBytes);
     bulk_copy(to, from, Wide::kXBytes, full);
-    turn.advance(Wide::kStages);
+    turn.advance(Wide::kStages, 1);
     from += Wide::kXBytes;
     if (--at.left == 0) seek();
   }
@@ -299,7 +299,7 @@ __device__ __forceinline__ void consume(const LinearArgs& args, const WideWork& 
       }
       __syncwarp();
       before = turn.stage;
-      turn.advance(Wide::kStages);
+      turn.advance(Wide::kStages, 1);
     }
     warpgroup_wait<0>();
     release(before);

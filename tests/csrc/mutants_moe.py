@@ -82,8 +82,8 @@ MOE_MUTANTS = {
     ),
     "moe-next-inputs-one-chunk-off": (
         "moe_product.cuh",
-        "(tile + i) % kTilesOfSegment * kTile * 2",
-        "(tile + i) % kTilesOfSegment * kTile",
+        "tile % kTilesOfSegment * kTile * 2",
+        "tile % kTilesOfSegment * kTile",
         BLOCKS,
     ),
     "moe-rows-beyond-the-block-stored": ("moe_shares.cuh", "return rows > of_two;", "return rows >= of_two;", BLOCKS),
@@ -107,12 +107,7 @@ MOE_MUTANTS = {
         "min(min(from + args.row_tile, end), window_end + args.window)",
         PASSES,
     ),
-    "moe-one-tile-for-two": (
-        "moe_product.cuh",
-        "(tile + i) % kTilesOfSegment * kTile * 2",
-        "tile % kTilesOfSegment * kTile * 2",
-        LARGER,
-    ),
+    "moe-one-tile-for-two": ("moe_product.cuh", "x(tile + i)", "x(tile)", LARGER),
     "moe-weights-of-the-first-of-two-columns": (
         "moe_product.cuh",
         "warp % S::kColumnBlocks * kBlockTiles * 16 * rate2",
@@ -126,11 +121,30 @@ MOE_MUTANTS = {
         LARGER,
     ),
     "moe-tall-one-box-for-all-rows": ("moe_tall.cuh", "item.source + box * Tall::kBoxRows", "item.source", LARGER),
-    "moe-tall-one-row-of-tiles": ("moe_tall.cuh", "static_cast<int64_t>(lane) * item.pitch", "0 * lane", LARGER),
+    "moe-tall-one-row-of-tiles": ("moe_tall.cuh", "item.weights + lane * pitch", "item.weights", LARGER),
+    "moe-tall-stages-of-one-warp": (
+        "moe_tall.cuh",
+        "k += Tall::kDepth * Tall::kFetchWarps;",
+        "k += Tall::kDepth;",
+        LARGER,
+    ),
+    "moe-tall-item-from-the-start-of-a-turn": ("moe_tall.cuh", "at -= stages;", "at = warp;", LARGER),
+    "moe-tall-list-of-another-warp": (
+        "moe_tall.cuh",
+        "stages % Tall::kFetchWarps * Tall::kListed",
+        "(stages + 1) % Tall::kFetchWarps * Tall::kListed",
+        LARGER,
+    ),
     "moe-tall-rows-rounded-down": (
         "moe_tall.cuh",
         "if (item.rows <= kLess * kGroupRows)",
         "if (item.rows <= kLess * kGroupRows + 2)",
+        LARGER,
+    ),
+    "moe-tall-rows-beyond-the-block-stored": (
+        "moe_tall.cuh",
+        "(kLess > 0 ? kLess : 0)",
+        "(kLess > 0 ? kLess + 1 : 0)",
         LARGER,
     ),
     "moe-tall-stage-read-before-it-is-full": (
@@ -190,6 +204,10 @@ MOE_MUTANTS = {
         "1.0f",
         SLICES,
     ),
+    "moe-many-sixteens-of-the-first": ("moe_rotate.cuh", "sixteen / count * kSixteen", "0 * kSixteen", BLOCKS),
+    "moe-many-signs-of-gate-for-up": ("moe_rotate.cuh", "suh + (kMatrices - 1) * args.k", "suh", ANY),
+    "moe-factors-of-half-a-tile": ("moe_combine.cuh", "four[0] = second ? taken : kept", "four[0] = kept", ANY),
+    "moe-slots-of-the-first-lanes": ("moe_combine.cuh", "if (slot % 32 == 0)", "if (slot == 0)", MANY),
     "moe-noise-in-the-middle": ("moe_combine.cuh", "8 * i < args.intermediate", "8 * i <= args.intermediate", SLICES),
     "moe-part-dropped": (
         "moe_few_ends.cuh",
