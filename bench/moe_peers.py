@@ -166,7 +166,8 @@ def coop_calls(layer: Layer, inputs: Sequence[Input]) -> Calls:
     wide, middle = (COOP_SLOTS, query.k), (COOP_SLOTS, query.width)
     scratch = [torch.empty(*wide, **half), torch.empty(*wide, **half)]
     scratch += [torch.empty(*middle, **half) for _ in range(3)] + [torch.empty(*wide, **single)]
-    length = exllamav3_ext.exl3_moe_coop_ctr_len(COOP_SLOTS, rows, query.width, query.k)
+    # Counters of finished blocks and a table of runs; the kernel refuses fewer (exl3_moe_coop.cuh).
+    length = COOP_SLOTS * (query.width // 128) + rows * (query.k // 128) + 2 * COOP_SLOTS + 3
     counters = torch.zeros(length, dtype=torch.int32, device=layer.device)
     outputs = [torch.empty(rows, query.k, **single) for _ in inputs]
     rates, no_bias, act = query.rates * 3, (None, None, None), (0, 0.0, True)  # SiLU, no limit, gated
