@@ -14,7 +14,8 @@ __device__ __forceinline__ int first_channel_of(int lane, int piece) {
 }
 
 // The eight factors of a piece, [i][2q + half], from those of 128 channels. A lane reads eight neighbouring ones, for a
-// load takes the longer the more lines it touches, and exchanges four of them with the lane that has the other half of the tile.
+// load takes the longer the more lines it touches, and exchanges four of them with the lane that has the other half of
+// the tile.
 struct PieceFactors {
   uint2 four[2];
   __device__ __forceinline__ PieceFactors(const __half* s, int lane, int piece) {

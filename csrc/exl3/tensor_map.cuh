@@ -12,25 +12,25 @@ namespace exl3 {
 using TensorMap = CUtensorMap;
 constexpr int kBoxColumns = 64;  // of fp16: 128 bytes
 
-// The driver's function by name, so that nothing needs libcuda to be loaded; null: there is none.
-inline decltype(&cuTensorMapEncodeTiled) find_encoder() {
-  void* found = nullptr;
+// The driver's function by name, so that nothing needs libcuda to be loaded.
+inline cudaError_t find_encoder(void*& found) {
   cudaDriverEntryPointQueryResult result;
   const cudaError_t status =
       cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
-  if (status != cudaSuccess || result != cudaDriverEntryPointSuccess) return nullptr;
-  return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
+  if (status != cudaSuccess) return status;
+  return result == cudaDriverEntryPointSuccess ? cudaSuccess : cudaErrorNotSupported;
 }
 
 // fp16 [rows, columns], rows `pitch` bytes apart, a multiple of 16; copied in boxes of box_rows rows.
 inline cudaError_t describe_matrix(TensorMap& map, const void* matrix, int64_t rows, int64_t columns, int64_t pitch,
                                    int box_rows) {
-  static const auto encode = find_encoder();  // once a process
-  if (encode == nullptr) return cudaErrorNotSupported;
+  static void* found = nullptr;
+  static const cudaError_t status = find_encoder(found);  // once a process
+  if (status != cudaSuccess) return status;
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
   const cuuint64_t pitches[] = {static_cast<cuuint64_t>(pitch)};
   const cuuint32_t box[] = {kBoxColumns, static_cast<cuuint32_t>(box_rows)}, steps[] = {1, 1};
-  const CUresult made = encode(
+  const CUresult made = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found)(
       &map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, const_cast<void*>(matrix), sizes, pitches, box, steps,
       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);

@@ -45,6 +45,7 @@ template <int kPending>
 __device__ __forceinline__ void warpgroup_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
+
 // The sums of so many groups of 8 rows: their places in the text of an instruction, and themselves.
 #define EXL3_PLACES1 "%0, %1, %2, %3"
 #define EXL3_PLACES2 EXL3_PLACES1 ", %4, %5, %6, %7"
