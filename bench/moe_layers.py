@@ -57,7 +57,7 @@ def routing(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """topk_weights [rows, top_k] f32, each row's sum 1, and topk_ids [rows, top_k] i32.
 
-    balanced  every expert gets as many routes as any other, or one more
+    balanced  every expert gets as many routes as any other, or one more; a row's experts are anywhere among them
     zipf      the chance of the r-th expert falls as 1 / r
     one_hot   every row chooses the same experts
 
@@ -72,8 +72,11 @@ def routing(
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     if name == "balanced":
-        flat = torch.arange(rows * top_k, device=device) % experts
-        ids = flat.view(rows, top_k)[torch.randperm(rows, generator=generator, device=device)]
+        # Of one seed, so that turns choose different experts. In their order a row's experts would be neighbours, and a
+        # kernel that goes through the experts would find its rows of x together, as no router leaves them.
+        anywhere = torch.randperm(experts, generator=torch.Generator(device=device).manual_seed(0), device=device)
+        flat = torch.arange(turn * rows * top_k, (turn + 1) * rows * top_k, device=device) % experts
+        ids = anywhere[flat].view(rows, top_k)[torch.randperm(rows, generator=generator, device=device)]
     elif name == "zipf":
         odds = 1 / torch.arange(1, experts + 1, device=device, dtype=torch.float32)
         ids = torch.multinomial(odds.expand(rows, -1), top_k, generator=generator)
@@ -82,7 +85,8 @@ def routing(
         ids = torch.arange(top_k, device=device).expand(rows, -1)
     else:
         raise ValueError(f"routing {name!r}, want balanced, zipf or one_hot")
-    ids = (ids + turn * rows * top_k if name == "balanced" else ids + turn * top_k) % experts
+    if name != "balanced":
+        ids = (ids + turn * top_k) % experts
     weights = torch.rand(rows, top_k, generator=generator, device=device) + 0.1
     return weights / weights.sum(1, keepdim=True), ids.to(torch.int32).contiguous()
 
