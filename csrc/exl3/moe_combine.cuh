@@ -187,8 +187,8 @@ static __global__ void __launch_bounds__(32 * kCombineWarps, kCombineBlocksPerSm
         const __half* from = outputs + number * columns * kBlockColumns;
 #pragma unroll
         for (int piece = 0; piece < kPieces; ++piece)
-          if (here && now[set].place >= 0)
-            put_piece(in, set, piece, *reinterpret_cast<const uint4*>(from + first_point(lane, piece)));
+          if (here && now[set].place >= 0)  // once, so not at the cost of what is read again
+            put_piece(in, set, piece, load_once(reinterpret_cast<const uint4*>(from + first_point(lane, piece))));
       }
       const __half* of_set[2];
 #pragma unroll

@@ -170,41 +170,49 @@ template <Codebook kBook, int kRate2, class S>
 constexpr int kTilesAtOnce = S::kWhole && kRate2 <= 8 && !(kBook == Codebook::kMul1 && S::kRows == 128) ? 2 : 1;
 
 #if EXL3_WARPGROUP
-// sums += kTiles tiles, `pitch` bytes apart, for as many groups of rows as there are sums. Tiles are decoded, kAtOnce side by
-// side, while the ones before are multiplied. x(tile): descriptor of a tile's rows of x; asked_for(count): after so many tiles;
-// where more follow it waits until one group at most is on its way, for there are two sets of registers.
-template <Codebook kBook, int kRate2, int kTiles, int kAtOnce, int kGroups, class X, class AskedFor>
+// With so few groups of rows the tensor cores have time to add up the words of the weights as well.
+constexpr int kSumGroups = 8;
+
+// sums += kCount tiles, `pitch` bytes apart, for as many groups of rows as there are sums; without `add` sums = the same. The
+// tiles are decoded side by side into a, by decode_tile_by_tensor_cores with kTensorSums. The products use a and the sums until
+// warpgroup_wait. x(tile): the descriptor of a tile's rows of x.
+template <Codebook kBook, int kRate2, bool kTensorSums, int kCount, int kGroups, class X>
 __device__ __forceinline__ void multiply_tiles(SharedAddress weights, int pitch, const LanePlace<kRate2>& place,
-                                               float (&sums)[kGroups][4], X x, AskedFor asked_for) {
-  uint32_t a[2][kAtOnce][4];
+                                               uint32_t (&a)[kCount][4], float (&sums)[kGroups][4], X x, bool add = true) {
 #pragma unroll
-  for (int tile = 0; tile < kTiles; tile += kAtOnce) {
-    auto& decoded = a[tile / kAtOnce % 2];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i)
-      decode_tile<kBook, kRate2>(SharedTile{weights + (tile + i) * pitch}, place, decoded[i]);
-    warpgroup_arrive();
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) warpgroup_mma(sums, decoded[i], x(tile + i));
-    warpgroup_commit();
-    asked_for(tile + kAtOnce);
+  for (int tile = 0; tile < kCount; ++tile) {
+    const SharedTile packed{weights + tile * pitch};
+    if constexpr (kTensorSums) decode_tile_by_tensor_cores<kBook, kRate2>(packed, place, a[tile]);
+    else decode_tile<kBook, kRate2>(packed, place, a[tile]);
   }
+  warpgroup_arrive();
+#pragma unroll
+  for (int tile = 0; tile < kCount; ++tile) {
+    if (tile == 0) warpgroup_mma(sums, a[tile], x(tile), add);
+    else warpgroup_mma(sums, a[tile], x(tile));
+  }
+  warpgroup_commit();
 }
 
-// sums += one stage.
+// sums += one stage. Tiles are decoded while the ones before are multiplied.
 template <Codebook kBook, int kRate2, class S, int kGroups>
 __device__ __forceinline__ void multiply_by_warpgroup(SharedAddress weights, SharedAddress x,
                                                       const LanePlace<kRate2>& place, float (&sums)[kGroups][4]) {
   constexpr int kTileRowBytes = S::kTiles * Rate<kRate2>::kTileBytes, kTilesOfSegment = S::kSwizzled / 2 / kTile;
+  constexpr int kAtOnce = kTilesAtOnce<kBook, kRate2, S>;
+  constexpr bool kTensorSums = kGroups <= kSumGroups && !(S::kWhole && S::kRows == 128);  // there are no registers
   const auto first = swizzled_descriptor(x);
-  const auto x_of = [&](int tile) {
-    return descriptor_after(first, tile / kTilesOfSegment * S::kSegmentBytes + tile % kTilesOfSegment * kTile * 2);
-  };
-  const auto asked_for = [](int tiles) {
-    if (tiles < S::kTileRows) warpgroup_wait<1>();  // the registers of the next tiles are free
-  };
-  multiply_tiles<kBook, kRate2, S::kTileRows, kTilesAtOnce<kBook, kRate2, S>>(weights, kTileRowBytes, place, sums, x_of,
-                                                                             asked_for);
+  uint32_t a[2][kAtOnce][4];
+#pragma unroll
+  for (int tile = 0; tile < S::kTileRows; tile += kAtOnce) {
+    const auto x_of = [&](int i) {
+      const int at = tile + i;
+      return descriptor_after(first, at / kTilesOfSegment * S::kSegmentBytes + at % kTilesOfSegment * kTile * 2);
+    };
+    multiply_tiles<kBook, kRate2, kTensorSums>(weights + tile * kTileRowBytes, kTileRowBytes, place,
+                                               a[tile / kAtOnce % 2], sums, x_of);
+    if (tile + kAtOnce < S::kTileRows) warpgroup_wait<1>();  // the registers of the next tiles are free
+  }
   warpgroup_wait<0>();
 }
 
@@ -303,15 +311,15 @@ __device__ __forceinline__ SumPlace sum_place(const MoeStage& stage, const MoeIt
   return {sums + low * stage.sum_pitch + threadIdx.x / 32 * kTile + lane / 4 * 2, stage.sum_pitch, item.rows - low};
 }
 
-// The sums of a block of `rows` rows, of which the first kFull groups are whole.
-template <int kFull = 0, int kGroups>
+// The sums of a block of `rows` rows.
+template <int kGroups>
 __device__ __forceinline__ void store_sums(float scale, const float (&sums)[kGroups][4], SumPlace place, int rows) {
 #pragma unroll
   for (int group = 0; group < kGroups; ++group, place.next()) {
     if (group * kGroupRows >= rows) break;
     const float(&v)[4] = sums[group];
-    if (group < kFull || place.has(0)) store_pair(place.first, v[0] * scale, v[2] * scale);
-    if (group < kFull || place.has(1)) store_pair(place.first + place.row, v[1] * scale, v[3] * scale);
+    if (place.has(0)) store_pair(place.first, v[0] * scale, v[2] * scale);
+    if (place.has(1)) store_pair(place.first + place.row, v[1] * scale, v[3] * scale);
   }
 }
 

@@ -42,6 +42,13 @@ struct Signs {
   }
 };
 
+// Whether the inputs' kernel must do with fewer registers, or spill: on cards after SM90.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr bool kFewRegisters = true;
+#else
+constexpr bool kFewRegisters = false;
+#endif
+
 constexpr int kSixteen = 2 * kOctet;  // routes whose inputs a warp rotates at once
 
 // One warp: the inputs of gate and up of up to 16 routes of an expert in one group of 128. Of this lane's two: where they
@@ -82,7 +89,8 @@ __device__ __forceinline__ void rotate_inputs(const MoeCall& call, const int (&s
   static_assert(kMatrices == 2, "after gate comes up, and nothing");
 #pragma unroll 1
   for (int matrix = 0; matrix < kMatrices; ++matrix) {
-    const Signs next(suh + (kMatrices - 1) * args.k);
+    Signs next = s;
+    if (!kFewRegisters && matrix == 0) next = Signs(suh + args.k);
     uint32_t out[2][2 * kPieces][2];  // [half][as in Groups][set]
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -104,6 +112,7 @@ __device__ __forceinline__ void rotate_inputs(const MoeCall& call, const int (&s
         *reinterpret_cast<uint4*>(to + piece * 32) = make_uint4(out[0][2 * piece][set], out[1][2 * piece][set],
                                                                 out[0][2 * piece + 1][set], out[1][2 * piece + 1][set]);
     }
+    if (kFewRegisters && matrix == 0) next = Signs(suh + args.k);
     s = next;
   }
 }
@@ -131,9 +140,42 @@ static __global__ void __launch_bounds__(kRouteThreads, 1)
   list_routes<false>(call, blockIdx.x, call.arena.chunks);
 }
 
+// The sixteens of a window's blocks, by their sizes; of those of a size the first sixteens, then the second ones. Lane i of a
+// warp has what is of size i. A block's last sixteen may be empty.
+struct Sixteens {
+  int first, blocks, end, all;  // of the size: its first block, how many; sixteens up to its last; of all sizes
+  __device__ __forceinline__ Sixteens(const MoeCall& call, int window) {
+    const int lane = threadIdx.x % 32;
+    const int* sizes = reinterpret_cast<const int*>(call.args.arena + call.arena.sizes) + window * kBlockSizes;
+    first = sizes[min(lane, kBlockSizes)], blocks = sizes[min(lane + 1, kBlockSizes)] - first;
+    end = blocks * of_block(call.args, lane);
+#pragma unroll
+    for (int span = 1; span < kBlockSizes; span *= 2) {
+      const int before = static_cast<int>(shuffle_from(end, max(lane - span, 0)));
+      if (lane >= span) end += before;
+    }
+    all = static_cast<int>(shuffle_from(end, kBlockSizes - 1));
+  }
+  static __device__ __forceinline__ int of_block(const MoeArgs& args, int size) {
+    return max((args.row_tile - size * kSizeRows) / kSixteen, 1);
+  }
+  // The block of one of them, whose number within the block it becomes. All lanes.
+  __device__ __forceinline__ int block_of(const MoeArgs& args, int& sixteen) const {
+    const int size = __popc(lanes_where(static_cast<int>(threadIdx.x) % 32 < kBlockSizes && end <= sixteen));
+    const uint32_t of_size = kFewRegisters ? shuffle_from(first, size + 1) - shuffle_from(first, size)
+                                           : shuffle_from(blocks, size);
+    const int count = static_cast<int>(of_size);
+    sixteen -= static_cast<int>(shuffle_from(end, size)) - count * of_block(args, size);
+    const int number = sixteen / count, place = sixteen - number * count;
+    sixteen = number;
+    return static_cast<int>(shuffle_from(first, size)) + place;
+  }
+};
+
 constexpr int kInputWarps = 6, kInputGroups = 4;  // groups of k a warp rotates one after the other
 
-// Goes through (16 routes of a block, groups of k), or where inputs belong to rows, (16 rows, groups), a warp each.
+// Goes through (16 routes of a block, kInputGroups groups of k), or where inputs belong to rows, (16 rows, groups): a warp
+// each.
 // Grid: (any, slices).
 static __global__ void __launch_bounds__(32 * kInputWarps, 2)
     moe_input_kernel(const __grid_constant__ MoeCall call, int window) {
@@ -141,20 +183,22 @@ static __global__ void __launch_bounds__(32 * kInputWarps, 2)
   allow_next_grid();
   const MoeArgs& args = call.args;
   const int groups = args.k / kHadamard, lane = threadIdx.x % 32;
-  const int* first_of_window = reinterpret_cast<const int*>(args.arena + call.arena.header) + 1 + window;
-  const MoeBlock* blocks =
-      reinterpret_cast<const MoeBlock*>(args.arena + call.arena.blocks) + (call.by_row ? 0 : first_of_window[0]);
+  const MoeBlock* blocks = reinterpret_cast<const MoeBlock*>(args.arena + call.arena.blocks);
+  const Sixteens of_window(call, window);
   const Route* sorted = reinterpret_cast<const Route*>(args.arena + call.arena.sorted);
-  const int count = call.by_row ? 0 : first_of_window[1] - first_of_window[0];  // of blocks
-  const int sixteens = call.by_row ? (args.m + kSixteen - 1) / kSixteen : count * (args.row_tile / kSixteen);
-  const int runs = (groups + kInputGroups - 1) / kInputGroups;
-  for (int at = blockIdx.x * kInputWarps + threadIdx.x / 32; at < sixteens * runs; at += gridDim.x * kInputWarps) {
-    // The first sixteens of all blocks, then the second ones, and the highest blocks come first: what there is to do is spread.
-    const int sixteen = at / runs, first_group = at % runs * kInputGroups;
+  const int sixteens = call.by_row ? (args.m + kSixteen - 1) / kSixteen : of_window.all;
+  const int runs = (groups + kInputGroups - 1) / kInputGroups, all = sixteens * runs, warps = gridDim.x * kInputWarps;
+  // Where the last round would leave more than a quarter of the warps idle, its groups go one by one.
+  const int whole = min((all + warps / 4) / warps * warps, all);
+  for (int at = blockIdx.x * kInputWarps + threadIdx.x / 32; at < whole + (all - whole) * kInputGroups; at += warps) {
+    const int run = at < whole ? at : whole + (at - whole) / kInputGroups;
+    const int first_group = run % runs * kInputGroups + (at < whole ? 0 : (at - whole) % kInputGroups);
+    const int last_group = min(first_group + (at < whole ? kInputGroups : 1), groups);
+    int sixteen = run / runs;
     int begin = sixteen * kSixteen, end = args.m, expert = 0;
     if (!call.by_row) {
-      const MoeBlock& block = blocks[sixteen % count];
-      begin = block.start + sixteen / count * kSixteen, end = block.start + block.count;
+      const MoeBlock& block = blocks[of_window.block_of(args, sixteen)];
+      begin = block.start + sixteen * kSixteen, end = block.start + block.count;
       expert = args.shared_h ? 0 : block.expert;
     }
     if (begin >= end) continue;
@@ -170,7 +214,7 @@ static __global__ void __launch_bounds__(32 * kInputWarps, 2)
       row[set] = of.row, weight[set] = of.weight;
     }
 #pragma unroll 1
-    for (int group = first_group; group < min(first_group + kInputGroups, groups); ++group)
+    for (int group = first_group; group < last_group; ++group)
       rotate_inputs(call, source, row, weight, expert, group, blockIdx.y);
   }
 }

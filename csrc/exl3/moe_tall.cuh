@@ -9,6 +9,7 @@
 
 #include "moe_product.cuh"
 #include "tensor_map.cuh"
+#include "values.cuh"
 
 namespace exl3 {
 
@@ -27,7 +28,6 @@ struct Tall {
   static constexpr int kFirstBox = 8;  // the lane that fetches the first rows of x; lanes from 0 on fetch weights
   static constexpr int kBarrierBytes = 2 * 8 * kMostStages;
   static constexpr int kStaticBytes = 3072;  // at most, of the lists
-  static constexpr int kTilesAtOnce = 2;     // decoded side by side
 
   __host__ __device__ static constexpr int stage_bytes(int rate2) {
     return kXBytes + (kTileRows * kBlockTiles * 16 * rate2 + 1023) / 1024 * 1024;  // x begins at multiples of 1024
@@ -101,12 +101,14 @@ __device__ __forceinline__ void fetch_items(const MoeCall& call, const MoeStage&
   if (lane == 0) barrier_arrive(ring.full(turn.stage));
 }
 
-// sums += `units` times 128 k, for as many groups of rows as there are sums.
+// sums = `units` times 128 k, for as many groups of rows as there are sums.
 template <Codebook kBook, int kRate2, int kGroups>
 __device__ __forceinline__ void multiply_units(const TallRing& ring, Turn& turn, int units, float (&sums)[kGroups][4]) {
   constexpr int kTileRowBytes = kBlockTiles * Rate<kRate2>::kTileBytes;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const LanePlace<kRate2> place(lane);
+  uint32_t a[Tall::kUnitStages][Tall::kTileRows][4];
+  bool add = false;
 #pragma unroll 1
   for (; units > 0; --units) {
     SharedAddress empty = 0;  // of the stage before
@@ -120,14 +122,12 @@ __device__ __forceinline__ void multiply_units(const TallRing& ring, Turn& turn,
       turn.step(ring.stages);
       keep_in_register(leaving);
       const auto x_of = [&](int tile) { return descriptor_after(x, tile * kTile * 2); };
-      const auto asked_for = [&](int tiles) {
-        if (stage + 1 < Tall::kUnitStages || tiles < Tall::kTileRows) warpgroup_wait<1>();
-        // All products of the stage before are done.
-        if (stage > 0 && tiles == Tall::kTilesAtOnce && lane == 0) barrier_arrive(empty);
-      };
-      multiply_tiles<kBook, kRate2, Tall::kTileRows, Tall::kTilesAtOnce>(weights, kTileRowBytes, place, sums, x_of,
-                                                                        asked_for);
-      empty = leaving;
+      multiply_tiles<kBook, kRate2, (kGroups <= kSumGroups)>(weights, kTileRowBytes, place, a[stage], sums, x_of, add);
+      if (stage > 0) {
+        warpgroup_wait<1>();  // all products of the stage before are done
+        if (lane == 0) barrier_arrive(empty);
+      }
+      add = true, empty = leaving;
     }
     warpgroup_wait<0>();
     if (lane == 0) barrier_arrive(empty);
@@ -138,22 +138,38 @@ __device__ __forceinline__ void multiply_units(const TallRing& ring, Turn& turn,
 template <int kRate2>
 constexpr int kTallStep = kRate2 <= 8 ? 32 : 128;
 
-// One item with its sums, of as many rows as the block has, rounded up.
+// One item's sums, for as many rows as the block has, rounded up.
 template <Codebook kBook, int kRate2, int kGroups = Tall::kGroups>
-__device__ __forceinline__ void multiply_item(const MoeStage& stage, const MoeItem& item, const TallRing& ring,
-                                              Turn& turn) {
+__device__ __forceinline__ void multiply_item(const MoeItem& item, const TallRing& ring, Turn& turn,
+                                              float (&sums)[Tall::kGroups][4]) {
   constexpr int kLess = kGroups - kTallStep<kRate2> / kGroupRows;
   if constexpr (kLess > 0)
-    if (item.rows <= kLess * kGroupRows) return multiply_item<kBook, kRate2, kLess>(stage, item, ring, turn);
-  float sums[kGroups][4] = {};
-  multiply_units<kBook, kRate2>(ring, turn, item.stages, sums);
-  store_sums<(kLess > 0 ? kLess : 0)>(stage.scale, sums, sum_place(stage, item), kGroups * kGroupRows);
+    if (item.rows <= kLess * kGroupRows) return multiply_item<kBook, kRate2, kLess>(item, ring, turn, sums);
+  multiply_units<kBook, kRate2>(ring, turn, item.stages, reinterpret_cast<float(&)[kGroups][4]>(sums));
+}
+
+// The sums of a block of `rows` rows. All heights and rates share it: what is run once an item has to be fetched first, and
+// with a copy for each of them the kernel was half as large again. Lanes beyond the last row store nothing.
+__device__ __forceinline__ void store_block(float scale, const float (&sums)[Tall::kGroups][4], const SumPlace& place,
+                                            int rows) {
+  unsigned char* const first = reinterpret_cast<unsigned char*>(place.first);
+  unsigned char* const second = reinterpret_cast<unsigned char*>(place.first + place.row);
+  const uint32_t pitch = static_cast<uint32_t>(place.row) * 2;
+#pragma unroll
+  for (int group = 0; group < Tall::kGroups; ++group) {
+    const int row = group * kGroupRows;
+    if (group % 2 == 0 && row >= rows) break;
+    const float(&v)[4] = sums[group];
+    store_32_if_more(place.rows, row, rows_after(first, pitch, row), pack_half2(v[0] * scale, v[2] * scale));
+    store_32_if_more(place.rows, row + 1, rows_after(second, pitch, row), pack_half2(v[1] * scale, v[3] * scale));
+  }
 }
 
 template <Codebook kBook>
 __device__ __forceinline__ void multiply_all(const MoeStage& stage, const MoeItem* items, const TallRing& ring) {
   Turn turn{0, 0};
   int stages = 0;  // of all items before
+  float sums[Tall::kGroups][4] = {};
 #pragma unroll 1
   for (int number = 0;; ++number) {
     barrier_wait(ring.full(turn.stage), turn.parity);  // the item has been described by who fetched this
@@ -162,7 +178,7 @@ __device__ __forceinline__ void multiply_all(const MoeStage& stage, const MoeIte
     stages += item.stages * Tall::kUnitStages;
     switch (item.rate2) {
 #define EXL3_RATE(r) \
-  case r: multiply_item<kBook, r>(stage, item, ring, turn); break;
+  case r: multiply_item<kBook, r>(item, ring, turn, sums); break;
       EXL3_RATE(2) EXL3_RATE(4) EXL3_RATE(6) EXL3_RATE(8) EXL3_RATE(10) EXL3_RATE(12) EXL3_RATE(14) EXL3_RATE(16)
       default:
         if constexpr (kBook == Codebook::kMul1) switch (item.rate2) {
@@ -170,6 +186,7 @@ __device__ __forceinline__ void multiply_all(const MoeStage& stage, const MoeIte
           }
 #undef EXL3_RATE
     }
+    store_block(stage.scale, sums, sum_place(stage, item), item.rows);
   }
 }
 

@@ -179,10 +179,32 @@ __device__ __forceinline__ float shuffle_xor(float x, int lane_mask) {
 // What lane `lane` of the warp has.
 __device__ __forceinline__ uint32_t shuffle_from(uint32_t x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 
+// The lanes of the warp for which this holds, a bit each.
+__device__ __forceinline__ uint32_t lanes_where(bool holds) { return __ballot_sync(0xffffffffu, holds); }
+
 // 16 bytes from another block's writes: from L2, never from this SM's L1.
 template <class T>
 __device__ __forceinline__ T load_from_l2(const T* p) {
   return __ldcg(p);
+}
+
+// What is read once and by nobody else: the caches give it up first.
+template <class T>
+__device__ __forceinline__ T load_once(const T* p) {
+  return __ldcs(p);
+}
+
+// `to` + count * pitch bytes, as one instruction: the compiler would add up 64 bits in two.
+__device__ __forceinline__ unsigned char* rows_after(unsigned char* to, uint32_t pitch, uint32_t count) {
+  uint64_t at;
+  asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(at) : "r"(pitch), "r"(count), "l"(reinterpret_cast<uint64_t>(to)));
+  return reinterpret_cast<unsigned char*>(at);
+}
+// Store where count > limit, without a branch.
+__device__ __forceinline__ void store_32_if_more(int count, int limit, unsigned char* to, uint32_t value) {
+  asm volatile("{.reg .pred p; setp.gt.s32 p, %0, %1; @p st.global.b32 [%2], %3;}" ::"r"(count), "r"(limit), "l"(to),
+               "r"(value)
+               : "memory");
 }
 
 __device__ __forceinline__ void fence_device() { __threadfence(); }

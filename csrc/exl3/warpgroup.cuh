@@ -72,26 +72,34 @@ __device__ __forceinline__ void warpgroup_wait() {
 #define EXL3_SUMS28 EXL3_SUMS24, EXL3_FOUR(24)
 #define EXL3_SUMS32 EXL3_SUMS28, EXL3_FOUR(28)
 
-// d += a * x^T, a this warp's 16x16 of 64x16, x [8 * groups, 16]. d and a are in use until warpgroup_wait. After the sums'
-// places come those of a, a0 to a3, and that of x, b.
-#define EXL3_WARPGROUP_MMA(groups, rows, a0, a1, a2, a3, b)                                                           \
+// d += a * x^T, a this warp's 16x16 of 64x16, x [8 * groups, 16]; without `add` d = a * x^T. d and a are in use until
+// warpgroup_wait. After the sums' places come those of a, a0 to a3, of x, b, and of add, c.
+#define EXL3_MULTIPLY(groups, rows, a0, a1, a2, a3, b, p)                                                             \
+  "wgmma.mma_async.sync.aligned.m64n" #rows "k16.f32.f16.f16 {" EXL3_PLACES##groups "}, {%" #a0 ", %" #a1 ", %" #a2   \
+  ", %" #a3 "}, %" #b ", " #p ", 1, 1, 0;"
+#define EXL3_WARPGROUP_MMA(groups, rows, a0, a1, a2, a3, b, c)                                                        \
   __device__ __forceinline__ void warpgroup_mma(float (&d)[groups][4], const uint32_t (&a)[4], uint64_t x) {          \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #rows "k16.f32.f16.f16 {" EXL3_PLACES##groups                    \
-                 "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", 1, 1, 1, 0;"                                  \
+    asm volatile(EXL3_MULTIPLY(groups, rows, a0, a1, a2, a3, b, 1)                                                    \
                  : EXL3_SUMS##groups                                                                                  \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));                                               \
+  }                                                                                                                   \
+  __device__ __forceinline__ void warpgroup_mma(float (&d)[groups][4], const uint32_t (&a)[4], uint64_t x, bool add) { \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %" #c ", 0; " EXL3_MULTIPLY(groups, rows, a0, a1, a2, a3, b, p) "}"   \
+                 : EXL3_SUMS##groups                                                                                  \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(static_cast<int>(add)));                   \
   }
-EXL3_WARPGROUP_MMA(1, 8, 4, 5, 6, 7, 8)
-EXL3_WARPGROUP_MMA(2, 16, 8, 9, 10, 11, 12)
-EXL3_WARPGROUP_MMA(4, 32, 16, 17, 18, 19, 20)
-EXL3_WARPGROUP_MMA(8, 64, 32, 33, 34, 35, 36)
-EXL3_WARPGROUP_MMA(12, 96, 48, 49, 50, 51, 52)
-EXL3_WARPGROUP_MMA(16, 128, 64, 65, 66, 67, 68)
-EXL3_WARPGROUP_MMA(20, 160, 80, 81, 82, 83, 84)
-EXL3_WARPGROUP_MMA(24, 192, 96, 97, 98, 99, 100)
-EXL3_WARPGROUP_MMA(28, 224, 112, 113, 114, 115, 116)
-EXL3_WARPGROUP_MMA(32, 256, 128, 129, 130, 131, 132)
+EXL3_WARPGROUP_MMA(1, 8, 4, 5, 6, 7, 8, 9)
+EXL3_WARPGROUP_MMA(2, 16, 8, 9, 10, 11, 12, 13)
+EXL3_WARPGROUP_MMA(4, 32, 16, 17, 18, 19, 20, 21)
+EXL3_WARPGROUP_MMA(8, 64, 32, 33, 34, 35, 36, 37)
+EXL3_WARPGROUP_MMA(12, 96, 48, 49, 50, 51, 52, 53)
+EXL3_WARPGROUP_MMA(16, 128, 64, 65, 66, 67, 68, 69)
+EXL3_WARPGROUP_MMA(20, 160, 80, 81, 82, 83, 84, 85)
+EXL3_WARPGROUP_MMA(24, 192, 96, 97, 98, 99, 100, 101)
+EXL3_WARPGROUP_MMA(28, 224, 112, 113, 114, 115, 116, 117)
+EXL3_WARPGROUP_MMA(32, 256, 128, 129, 130, 131, 132, 133)
 #undef EXL3_WARPGROUP_MMA
+#undef EXL3_MULTIPLY
 
 // The same with a as core matrices in shared memory: the descriptor of this warpgroup's 64 rows.
 __device__ __forceinline__ void warpgroup_mma(float (&d)[32][4], uint64_t a, uint64_t x) {

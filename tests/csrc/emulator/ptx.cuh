@@ -225,6 +225,23 @@ inline uint32_t shuffle_from(uint32_t x, int lane) {
   return mine.result;
 }
 
+inline uint32_t lanes_where(bool holds) {
+  uint32_t lanes = 0;
+  for (int lane = 0; lane < emulate::kLanes; ++lane) lanes |= (shuffle_from(holds, lane) & 1) << lane;
+  return lanes;
+}
+
+inline unsigned char* rows_after(unsigned char* to, uint32_t pitch, uint32_t count) {
+  return to + static_cast<uint64_t>(pitch) * count;
+}
+inline void store_32_if_more(int count, int limit, unsigned char* to, uint32_t value) {
+  if (count > limit) *reinterpret_cast<uint32_t*>(to) = value;
+}
+
+template <class T>
+T load_once(const T* p) {
+  return *p;
+}
 template <class T>
 T load_from_l2(const T* p) {
   return *p;

@@ -2,6 +2,7 @@
 // a group issue together is not checked. Compiled in with -DEXL3_WARPGROUP=1, as for SM90.
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "ptx.cuh"
@@ -35,6 +36,7 @@ struct Product {
   int groups, committed;  // groups of eight rows of x; whether a commit followed
   MatrixDescriptor shared_a{};  // where a is null
   int quarter = 0;              // of its 64 rows
+  bool add = true;
 };
 struct Background {  // of one lane
   std::vector<Product> products;
@@ -54,6 +56,7 @@ inline void multiply_quarter(const Product* const (&lanes)[emulate::kLanes]) {
     MmaOperands operands[emulate::kLanes];
     void* requests[emulate::kLanes];
     for (int lane = 0; lane < emulate::kLanes; ++lane) {
+      if (!lanes[lane]->add) std::fill_n(lanes[lane]->d[group], 4, 0.0f);
       operands[lane] = {lanes[lane]->d[group], lanes[lane]->a ? lanes[lane]->a : a[lane], {}};
       for (int half = 0; half < 2; ++half) {
         const SharedAddress chunk = lanes[0]->x.chunk(half, group * 8 + lane / 4);
@@ -94,10 +97,10 @@ void warpgroup_wait() {
   finish(count);
 }
 template <int kGroups>
-void warpgroup_mma(float (&d)[kGroups][4], const uint32_t (&a)[4], MatrixDescriptor x) {
+void warpgroup_mma(float (&d)[kGroups][4], const uint32_t (&a)[4], MatrixDescriptor x, bool add = true) {
   auto& mine = emulate::local<Background>();
   if (!mine.arrived) emulate::fail("wgmma.mma_async: registers without wgmma.fence");
-  mine.products.push_back({d, a, x, kGroups, 0});
+  mine.products.push_back({d, a, x, kGroups, 0, {}, 0, add});
   if (emulate::lands_early()) finish(mine.products.size());
 }
 template <int kGroups>
