@@ -57,7 +57,8 @@ def routing(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """topk_weights [rows, top_k] f32, each row's sum 1, and topk_ids [rows, top_k] i32.
 
-    balanced  every expert gets as many routes as any other, or one more; a row's experts are anywhere among them
+    balanced  every expert gets as many routes as any other, or one more: rows choose among experts / top_k sets of
+              top_k experts, each set anywhere among the experts
     zipf      the chance of the r-th expert falls as 1 / r
     one_hot   every row chooses the same experts
 
@@ -68,7 +69,7 @@ def routing(
         top_k: experts a row.
         device: of the tensors.
         seed: of all that is random.
-        turn: renumbers the experts by so many rows' worth, so that other ones are chosen.
+        turn: goes on by so many rows' worth of experts, so that other ones are chosen.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     if name == "balanced":

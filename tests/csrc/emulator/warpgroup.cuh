@@ -78,8 +78,11 @@ inline void finish_products(void* const (&requests)[emulate::kLanes]) {
 }
 
 inline void warpgroup_arrive() { emulate::local<Background>().arrived = true; }
+// What follows needs another fence: a thread may have written registers by then.
 inline void warpgroup_commit() {
-  for (auto& product : emulate::local<Background>().products) ++product.committed;
+  auto& mine = emulate::local<Background>();
+  for (auto& product : mine.products) ++product.committed;
+  mine.arrived = false;
 }
 // Products happen when they are waited for, or, where copies land early, when they are issued.
 inline void finish(size_t count) {
@@ -93,7 +96,6 @@ void warpgroup_wait() {
   size_t count = 0;
   auto& mine = emulate::local<Background>();
   for (const auto& product : mine.products) count += product.committed > kPending;
-  mine.arrived = false;
   finish(count);
 }
 template <int kGroups>
