@@ -9,7 +9,8 @@ namespace exl3 {
 struct Divisor {
   int divisor;
   uint32_t inverse;
-  Divisor(int divisor = 1)
+  Divisor() = default;
+  explicit Divisor(int divisor)
       : divisor(divisor), inverse(divisor == 1 ? 0 : static_cast<uint32_t>(((1ull << 32) + divisor - 1) / divisor)) {}
 };
 
@@ -19,6 +20,8 @@ struct MoeStage {
   int first_window, windows;  // whose blocks take part
   int matrices;               // gate and up, or down
   bool cut;                   // perhaps into equal shares, which end within items: moe_shares.cuh
+  int before;                 // routes ahead of the first source row
+  int width;                  // columns of a whole matrix
   int columns, first_column;  // column blocks of a matrix
   int item_columns;           // of an item, which divide them
   int parts, depth;           // of k; k / 128
@@ -70,47 +73,55 @@ __device__ __forceinline__ void describe_place(const MoeCall& call, const MoeSta
   const MoeBlock& block = reinterpret_cast<const MoeBlock*>(args.arena + call.arena.blocks)[at.block];
   const int64_t entry = block.weights[stage.down ? kMatrices : matrix];
   const int rate2 = static_cast<int>(entry & 31);
-  const int before = stage.down ? 0 : stage.first_window * args.window;  // routes ahead of the first row of sums
   item.rate2 = rate2;
-  item.pitch = (stage.down ? args.k : args.width) * rate2;
+  item.pitch = stage.width * rate2;
   item.weights = args.slice[slice].trellis[stage.down] + (entry >> 5) +
                  static_cast<int64_t>(first) * (kUnitDepth / kTile) * item.pitch +
                  static_cast<int64_t>(stage.first_column + column * stage.item_columns) * kBlockTiles * 16 * rate2;
   item.x = static_cast<uint32_t>((slice * stage.matrices + matrix) * stage.x_matrix + first * kUnitDepth * 2 * call.arena.twice);
   item.start = block.start;
-  item.source = block.start - before;
+  item.source = block.start - stage.before;
   item.rows = block.count;
-  item.sums = (part * stage.part_rows + block.start - before) * stage.sum_pitch +
+  item.sums = (part * stage.part_rows + item.source) * stage.sum_pitch +
               ((slice * stage.matrices + matrix) * stage.columns + column * stage.item_columns) * kBlockColumns;
-  item.takes = item.gives = false;
   item.stages = at.stages;
-  if (!args.decode) return;
-  const Route* sorted = reinterpret_cast<const Route*>(args.arena + call.arena.sorted) + block.start;
+}
+// In the decode plan.
+__device__ __forceinline__ void describe_sources(const MoeCall& call, const MoeStage& stage, MoeItem& item) {
+  const Route* sorted = reinterpret_cast<const Route*>(call.args.arena + call.arena.sorted) + item.start;
 #pragma unroll
   for (int row = 0; row < kDecodeRows; ++row) {
-    const int route = row < block.count ? sorted[row].route : 0;
-    item.sources[row] = stage.down ? item.source + row : call.by_row ? route / args.top_k : route;
+    const int route = row < item.rows ? sorted[row].route : 0;
+    item.sources[row] = stage.down ? item.source + row : call.by_row ? route / call.args.top_k : route;
   }
 }
 
-// The item of number `index`: its part of k first, then columns, matrix, slice and block of routes.
-__device__ __forceinline__ void describe_item(const MoeCall& call, const MoeStage& stage, int index, MoeItem& item) {
-  const int* first_of_window = reinterpret_cast<const int*>(call.args.arena + call.arena.header) + 1 + stage.first_window;
-  MoePlace at;
-  at.part = take(index, stage.by_part), at.column = take(index, stage.by_column), at.matrix = take(index, stage.by_matrix);
-  at.slice = take(index, stage.by_slice);
-  at.block = first_of_window[0] + index;
-  item.stages = 0;
-  if (at.block >= first_of_window[stage.windows]) return;
-  at.first = part_start(stage, at.part), at.stages = part_start(stage, at.part + 1) - at.first;
-  describe_place(call, stage, at, item);
+// Number `index` of a list by columns first, then matrix, slice and block of routes, of which first_block is the first.
+__device__ __forceinline__ MoePlace place_of_item(const MoeStage& stage, int index, int first_block) {
+  MoePlace at{};
+  at.column = take(index, stage.by_column), at.matrix = take(index, stage.by_matrix), at.slice = take(index, stage.by_slice);
+  at.block = first_block + index;
+  return at;
 }
 
-// Of the items dealt to thread blocks one by one, this one's item `number`. A window's items become smaller along the
-// list, so every second round goes the other way: after a larger item comes a smaller one.
-__device__ __forceinline__ void describe_dealt(const MoeCall& call, const MoeStage& stage, int number, MoeItem& item) {
-  const int place = number % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-  describe_item(call, stage, place + number * gridDim.x, item);
+// The item of number `index`: its part of k first, then as above.
+__device__ __forceinline__ void describe_item(const MoeCall& call, const MoeStage& stage, int index, MoeItem& item) {
+  const int* first_of_window = reinterpret_cast<const int*>(call.args.arena + call.arena.header) + 1 + stage.first_window;
+  const int part = take(index, stage.by_part);
+  MoePlace at = place_of_item(stage, index, first_of_window[0]);
+  item.stages = 0;
+  if (at.block >= first_of_window[stage.windows]) return;
+  at.part = part, at.first = part_start(stage, part), at.stages = part_start(stage, part + 1) - at.first;
+  item.takes = item.gives = false;
+  describe_place(call, stage, at, item);
+  if (call.args.decode) describe_sources(call, stage, item);
+}
+
+// Items are dealt to the thread blocks in rounds. A window's items become smaller along the list, so every second round goes
+// the other way: after a larger item comes a smaller one.
+__device__ __forceinline__ int dealt_item(int round, int block) {
+  const int blocks = gridDim.x;
+  return round * blocks + (round % 2 ? blocks - 1 - block : block);
 }
 
 }  // namespace exl3

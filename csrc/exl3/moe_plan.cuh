@@ -27,8 +27,9 @@ inline MoeStage into_stage(const MoeCall& call, int window) {
   MoeStage stage{};
   stage.first_window = window, stage.windows = 1;
   stage.matrices = kMatrices;
-  stage.cut = !args.decode && args.row_tile <= kPairRowTile;
-  stage.columns = args.width / kBlockColumns;
+  stage.cut = !args.decode;
+  stage.before = window * args.window;
+  stage.width = args.width, stage.columns = args.width / kBlockColumns;
   stage.parts = args.parts, stage.depth = args.k / kUnitDepth;
   stage.x_matrix = static_cast<int64_t>(args.k) * 2 * arena.twice;
   stage.x_pitch = stage.x_matrix * args.slices * kMatrices;
@@ -48,7 +49,7 @@ inline MoeStage down_stage(const MoeCall& call, int first, int columns) {
   stage.down = true;
   stage.windows = arena.windows;
   stage.matrices = 1;
-  stage.columns = columns, stage.first_column = first;
+  stage.width = args.k, stage.columns = columns, stage.first_column = first;
   stage.parts = 1, stage.depth = args.width / kUnitDepth;
   stage.x_matrix = static_cast<int64_t>(args.width) * 2 * arena.twice;
   stage.x_pitch = stage.x_matrix * args.slices;

@@ -58,7 +58,7 @@ struct MoeList {
     if (static_cast<int>(threadIdx.x) >= count) return;
     MoeItem& item = items[number % S::kListed];
     if (S::kShares && share.cut) describe_piece(call, stage, share, number, item);
-    else describe_dealt(call, stage, number, item);
+    else describe_item(call, stage, dealt_item(number, blockIdx.x), item);
   }
   __device__ __forceinline__ void reached(int number) {
     if (number % kHalf == kHalf / 2 && number > kHalf) describe((number / kHalf + 1) * kHalf, kHalf);

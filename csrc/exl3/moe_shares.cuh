@@ -96,31 +96,38 @@ __device__ __forceinline__ MoeShare take_share(const MoeCall& call, const MoeSta
   return share;
 }
 
-// Piece `number` of a share: the one it ends within, whole items, the one it begins within.
+// Piece `number` of a share: the one it ends within, whole items, the one it begins within. Of an item in the list, stages
+// [first, first + stages): none beyond the last piece.
+struct MoePiece {
+  int place, first, stages;
+  bool takes, gives;
+};
+__device__ __forceinline__ MoePiece piece_of_share(MoeBorder from, MoeBorder to, int depth, int number) {
+  const bool gives = to.stage > 0, within = from.stage > 0;
+  const int whole = from.place + within, count = to.place - whole;
+  if (gives && number == 0) return {to.place, 0, to.stage, false, true};
+  if (within && number == gives + count) return {from.place, from.stage, depth - from.stage, true, false};
+  return {whole + number - gives, 0, number < gives + count ? depth : 0, false, false};
+}
 __device__ __forceinline__ void describe_piece(const MoeCall& call, const MoeStage& stage, const MoeShare& share,
                                                int number, MoeItem& item) {
-  const bool gives = share.to.stage > 0, within = share.from.stage > 0;
-  const int whole = share.from.place + within, count = share.to.place - whole;
-  int place = whole + number - gives, first = 0, stages = stage.depth;
-  const bool gives_this = gives && number == 0, takes_this = within && number == gives + count;
+  const MoePiece piece = piece_of_share(share.from, share.to, stage.depth, number);
   item.stages = 0;
-  if (gives_this) place = share.to.place, stages = share.to.stage;
-  else if (takes_this) place = share.from.place, first = share.from.stage, stages = stage.depth - first;
-  else if (number >= gives + count) return;
-  MoePlace at{0, 0, 0, 0, 0, first, stages};
-  int column = place / share.blocks;
-  at.block = share.first_block + place % share.blocks;
+  if (piece.stages == 0) return;
+  MoePlace at{0, 0, 0, 0, 0, piece.first, piece.stages};
+  int column = piece.place / share.blocks;
+  at.block = share.first_block + piece.place % share.blocks;
   at.column = take(column, stage.by_column), at.matrix = take(column, stage.by_matrix), at.slice = column;
   describe_place(call, stage, at, item);
-  item.gives = gives_this, item.takes = takes_this;
+  item.gives = piece.gives, item.takes = piece.takes;
 }
 
 // Where the next share finds what this one leaves of an item. Of an accumulator's two columns the first goes to where both
 // will be stored, in fp16, once they are whole; the second, a pair of rows a thread, lies here.
 template <int kGroups>
-__device__ __forceinline__ float2* second_columns(const MoeCall& call, int number) {
-  return reinterpret_cast<float2*>(call.args.arena + call.arena.carry) +
-         static_cast<int64_t>(number) * kGroups * static_cast<int>(blockDim.x) + threadIdx.x;
+__device__ __forceinline__ float2* second_columns(const MoeCall& call, int number, int threads) {
+  return reinterpret_cast<float2*>(call.args.arena + call.arena.carry) + static_cast<int64_t>(number) * kGroups * threads +
+         threadIdx.x;
 }
 __device__ __forceinline__ unsigned* share_flag(const MoeCall& call, const MoeStage& stage, int number) {
   return window_flags(call, stage) + 1 + number;
@@ -131,7 +138,10 @@ struct SumPlace {
   __half* first;
   int64_t row;
   int rows;  // of the block, from this thread's first on
-  __device__ __forceinline__ bool has(int of_two) const { return rows > of_two; }
+  __device__ __forceinline__ bool has(int row) const { return rows > row; }
+  __device__ __forceinline__ unsigned char* at(int at) const {
+    return rows_after(reinterpret_cast<unsigned char*>(first), static_cast<uint32_t>(row) * 2, at);
+  }
   __device__ __forceinline__ void next() { first += kGroupRows * row, rows -= kGroupRows; }
 };
 
@@ -139,7 +149,7 @@ struct SumPlace {
 template <int kGroups>
 __device__ __forceinline__ void leave_sums(const MoeCall& call, const MoeStage& stage, int number,
                                            const float (&sums)[kGroups][4], SumPlace place) {
-  float2* second = second_columns<kGroups>(call, number);
+  float2* second = second_columns<kGroups>(call, number, blockDim.x);
 #pragma unroll
   for (int group = 0; group < kGroups; ++group, place.next(), second += blockDim.x) {
     if (place.has(0)) *reinterpret_cast<float*>(place.first) = sums[group][0];
@@ -154,7 +164,7 @@ __device__ __forceinline__ void take_sums(const MoeCall& call, const MoeStage& s
                                           float (&sums)[kGroups][4], SumPlace place) {
   if (threadIdx.x == 0) wait_for_flag(share_flag(call, stage, number - 1));
   __syncthreads();
-  const float2* second = second_columns<kGroups>(call, number - 1);
+  const float2* second = second_columns<kGroups>(call, number - 1, blockDim.x);
 #pragma unroll
   for (int group = 0; group < kGroups; ++group, place.next(), second += blockDim.x) {
     if (place.has(0)) sums[group][0] = load_from_l2(reinterpret_cast<const float*>(place.first));

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "moe_product.cuh"
+#include "moe_tail.cuh"
 #include "tensor_map.cuh"
 #include "values.cuh"
 
@@ -24,10 +25,10 @@ struct Tall {
   static constexpr int kSumRegisters = 232, kFetchRegisters = 40;
   static constexpr int kMostStages = 6;
   static constexpr int kRowBytes = kDepth * 2, kBoxBytes = kBoxRows * kRowBytes, kXBytes = kRows * kRowBytes;
-  static constexpr int kListed = 8;  // in the list of each warp that fetches
+  static constexpr int kListed = 16;  // items
   static constexpr int kFirstBox = 8;  // the lane that fetches the first rows of x; lanes from 0 on fetch weights
-  static constexpr int kBarrierBytes = 2 * 8 * kMostStages;
-  static constexpr int kStaticBytes = 3072;  // at most, of the lists
+  static constexpr int kBarrierBytes = 8 * (2 * kMostStages + 1 + kListed);
+  static constexpr int kStaticBytes = 2048;  // at most, of the lists
 
   __host__ __device__ static constexpr int stage_bytes(int rate2) {
     return kXBytes + (kTileRows * kBlockTiles * 16 * rate2 + 1023) / 1024 * 1024;  // x begins at multiples of 1024
@@ -43,10 +44,10 @@ struct Tall {
   // What a block has from its launch is what its warps may exchange; asking for more waits for ever.
   static_assert(kSumThreads * kSumRegisters + 32 * kFetchWarps * kFetchRegisters <= 65536 / kThreads / 8 * 8 * kThreads,
                 "registers are there");
-  // An item's place in a list is read until its last stage has been released. Who describes the item kListed further on has
-  // fetched a stage that is less than kFetchWarps before that item, for which the stage kMostStages before was released;
-  // that one must belong to a later item than the first, and an item has kUnitStages stages at least.
-  static_assert(kListed > (kMostStages + kFetchWarps) / kUnitStages + 1, "an item is described anew when nobody needs it");
+  // An item's place in the list is read until its last stage has been released. Who describes the item kListed further on has
+  // fetched a stage that is less than kFetchWarps before the item ahead of it, for which the stage kMostStages before was
+  // released; that one must belong to a later item than the first, and an item has kUnitStages stages at least.
+  static_assert(kListed > (kMostStages + kFetchWarps) / kUnitStages + 2, "an item is described anew when nobody needs it");
 };
 static_assert(Tall::stages(Tall::stage_bytes(16)) >= Tall::kFetchWarps, "each of those who fetch begins in its own stage");
 
@@ -61,27 +62,41 @@ struct TallRing {
   __device__ __forceinline__ SharedAddress weights(int stage) const { return x(stage) + Tall::kXBytes; }
   __device__ __forceinline__ SharedAddress full(int stage) const { return barriers + stage * 8; }
   __device__ __forceinline__ SharedAddress empty(int stage) const { return barriers + (Tall::kMostStages + stage) * 8; }
+  __device__ __forceinline__ SharedAddress shared_out() const { return barriers + 2 * Tall::kMostStages * 8; }
+  __device__ __forceinline__ SharedAddress described(int number) const {
+    return shared_out() + (1 + number % Tall::kListed) * 8;
+  }
 };
 
-// Every kFetchWarps-th stage of this thread block's items, from stage `warp` of the first on. One warp, which describes the
-// items for itself and for those who multiply what it fetched first of an item.
+// Every kFetchWarps-th stage of this thread block's items, from stage `warp` of the first on; one warp. They describe the items
+// in turn, each one item ahead, for all.
 __device__ __forceinline__ void fetch_items(const MoeCall& call, const MoeStage& stage, const TensorMap& map,
-                                            const TallRing& ring, MoeItem* items, int warp) {
+                                            const TallRing& ring, const MoeTail& tail, MoeItem* items, int warp) {
   const int lane = threadIdx.x % 32, box = lane - Tall::kFirstBox;
   Turn turn{warp, 0};
   int at = warp;  // the stage that is this warp's next, from the item's first on
 #pragma unroll 1
-  for (int number = 0;; ++number) {
-    MoeItem& item = items[number % Tall::kListed];
-    if (lane == 0) describe_dealt(call, stage, number, item);
-    __syncwarp();
+  for (int next_item = 0;; ++next_item) {
+    const MoeItem& item = items[(next_item + Tall::kListed - 1) % Tall::kListed];
+    if (next_item > 0) {
+      barrier_wait(ring.described(next_item - 1), (next_item - 1) / Tall::kListed % 2);
+      if (item.stages == 0) break;
+    }
+    if (next_item % Tall::kFetchWarps == warp) {
+      if (next_item >= tail.rounds) barrier_wait(ring.shared_out(), 0);
+      if (lane == 0) {
+        describe_tall(call, stage, tail, next_item, items[next_item % Tall::kListed]);
+        barrier_arrive(ring.described(next_item));
+      }
+      __syncwarp();
+    }
+    if (next_item == 0) continue;
     const int stages = item.stages * Tall::kUnitStages;
     const int boxes = (item.rows + Tall::kBoxRows - 1) / Tall::kBoxRows, row = item.source + box * Tall::kBoxRows;
     const uint32_t bytes = kBlockTiles * 16 * item.rate2;  // of a row of tiles
     const int64_t pitch = item.pitch, next = pitch * Tall::kTileRows;
     const unsigned char* weights = item.weights + lane * pitch + at * next;
     int k = item.x / 2 + at * Tall::kDepth;
-    if (stages == 0) break;
 #pragma unroll 1
     for (; at < stages; at += Tall::kFetchWarps, turn.advance(ring.stages, Tall::kFetchWarps)) {
       const SharedAddress full = ring.full(turn.stage);
@@ -101,14 +116,17 @@ __device__ __forceinline__ void fetch_items(const MoeCall& call, const MoeStage&
   if (lane == 0) barrier_arrive(ring.full(turn.stage));
 }
 
-// sums = `units` times 128 k, for as many groups of rows as there are sums.
+// sums = `units` times 128 k, for as many groups of rows as there are sums; going on, sums += them.
 template <Codebook kBook, int kRate2, int kGroups>
-__device__ __forceinline__ void multiply_units(const TallRing& ring, Turn& turn, int units, float (&sums)[kGroups][4]) {
+__device__ __forceinline__ void multiply_units(const TallRing& ring, Turn& turn, int units, bool going_on,
+                                               float (&sums)[kGroups][4]) {
   constexpr int kTileRowBytes = kBlockTiles * Rate<kRate2>::kTileBytes;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const LanePlace<kRate2> place(lane);
   uint32_t a[Tall::kUnitStages][Tall::kTileRows][4];
-  bool add = false;
+  // Of one lane, so that the compiler knows: of all.
+  units = static_cast<int>(shuffle_from(units, 0));
+  bool add = shuffle_from(going_on, 0) != 0;
 #pragma unroll 1
   for (; units > 0; --units) {
     SharedAddress empty = 0;  // of the stage before
@@ -140,45 +158,76 @@ constexpr int kTallStep = kRate2 <= 8 ? 32 : 128;
 
 // One item's sums, for as many rows as the block has, rounded up.
 template <Codebook kBook, int kRate2, int kGroups = Tall::kGroups>
-__device__ __forceinline__ void multiply_item(const MoeItem& item, const TallRing& ring, Turn& turn,
+__device__ __forceinline__ void multiply_item(const MoeItem& item, const TallRing& ring, Turn& turn, bool add,
                                               float (&sums)[Tall::kGroups][4]) {
   constexpr int kLess = kGroups - kTallStep<kRate2> / kGroupRows;
   if constexpr (kLess > 0)
-    if (item.rows <= kLess * kGroupRows) return multiply_item<kBook, kRate2, kLess>(item, ring, turn, sums);
-  multiply_units<kBook, kRate2>(ring, turn, item.stages, reinterpret_cast<float(&)[kGroups][4]>(sums));
+    if (item.rows <= kLess * kGroupRows) return multiply_item<kBook, kRate2, kLess>(item, ring, turn, add, sums);
+  multiply_units<kBook, kRate2>(ring, turn, item.stages, add, reinterpret_cast<float(&)[kGroups][4]>(sums));
 }
 
 // The sums of a block of `rows` rows. All heights and rates share it: what is run once an item has to be fetched first, and
 // with a copy for each of them the kernel was half as large again. Lanes beyond the last row store nothing.
-__device__ __forceinline__ void store_block(float scale, const float (&sums)[Tall::kGroups][4], const SumPlace& place,
-                                            int rows) {
-  unsigned char* const first = reinterpret_cast<unsigned char*>(place.first);
-  unsigned char* const second = reinterpret_cast<unsigned char*>(place.first + place.row);
-  const uint32_t pitch = static_cast<uint32_t>(place.row) * 2;
+using TallSums = float[Tall::kGroups][4];
+__device__ __forceinline__ void store_block(float scale, const TallSums& sums, const SumPlace& place, int rows) {
 #pragma unroll
   for (int group = 0; group < Tall::kGroups; ++group) {
     const int row = group * kGroupRows;
     if (group % 2 == 0 && row >= rows) break;
     const float(&v)[4] = sums[group];
-    store_32_if_more(place.rows, row, rows_after(first, pitch, row), pack_half2(v[0] * scale, v[2] * scale));
-    store_32_if_more(place.rows, row + 1, rows_after(second, pitch, row), pack_half2(v[1] * scale, v[3] * scale));
+    store_32_if_more(place.rows, row, place.at(row), pack_half2(v[0] * scale, v[2] * scale));
+    store_32_if_more(place.rows, row + 1, place.at(row + 1), pack_half2(v[1] * scale, v[3] * scale));
+  }
+}
+
+// The same to the next thread block, as they are, and from the one before. See leave_sums.
+__device__ __forceinline__ void leave_block(const MoeCall& call, const MoeStage& stage, int block, const TallSums& sums,
+                                            const SumPlace& place, int rows) {
+  float2* const second = second_columns<Tall::kGroups>(call, block, Tall::kSumThreads);
+#pragma unroll
+  for (int group = 0; group < Tall::kGroups; ++group) {
+    const int row = group * kGroupRows;
+    if (group % 4 == 0 && row >= rows) break;
+    const float(&v)[4] = sums[group];
+    if (place.has(row)) *reinterpret_cast<float*>(place.at(row)) = v[0];
+    if (place.has(row + 1)) *reinterpret_cast<float*>(place.at(row + 1)) = v[1];
+    second[group * Tall::kSumThreads] = make_float2(v[2], v[3]);
+  }
+  group_barrier<Tall::kSumThreads>(1);
+  if (threadIdx.x == 0) raise_flag(share_flag(call, stage, block));
+}
+__device__ __forceinline__ void take_block(const MoeCall& call, const MoeStage& stage, int block, TallSums& sums,
+                                           const SumPlace& place, int rows) {
+  if (threadIdx.x == 0) wait_for_flag(share_flag(call, stage, block - 1));
+  group_barrier<Tall::kSumThreads>(1);
+  const float2* const second = second_columns<Tall::kGroups>(call, block - 1, Tall::kSumThreads);
+#pragma unroll
+  for (int group = 0; group < Tall::kGroups; ++group) {
+    const int row = group * kGroupRows;
+    if (group % 4 == 0 && row >= rows) break;
+    float(&v)[4] = sums[group];
+    if (place.has(row)) v[0] = load_from_l2(reinterpret_cast<const float*>(place.at(row)));
+    if (place.has(row + 1)) v[1] = load_from_l2(reinterpret_cast<const float*>(place.at(row + 1)));
+    const float2 of_second = load_from_l2(second + group * Tall::kSumThreads);
+    v[2] = of_second.x, v[3] = of_second.y;
   }
 }
 
 template <Codebook kBook>
-__device__ __forceinline__ void multiply_all(const MoeStage& stage, const MoeItem* items, const TallRing& ring) {
+__device__ __forceinline__ void multiply_all(const MoeCall& call, const MoeStage& stage, const MoeTail& tail,
+                                             const MoeItem* items, const TallRing& ring) {
   Turn turn{0, 0};
-  int stages = 0;  // of all items before
-  float sums[Tall::kGroups][4] = {};
+  TallSums sums = {};
 #pragma unroll 1
   for (int number = 0;; ++number) {
     barrier_wait(ring.full(turn.stage), turn.parity);  // the item has been described by who fetched this
-    const MoeItem& item = items[stages % Tall::kFetchWarps * Tall::kListed + number % Tall::kListed];
+    const MoeItem& item = items[number % Tall::kListed];
     if (item.stages == 0) return;
-    stages += item.stages * Tall::kUnitStages;
+    const bool takes = stage.cut && item.takes;
+    if (takes) take_block(call, stage, tail.block, sums, sum_place(stage, item), item.rows);
     switch (item.rate2) {
 #define EXL3_RATE(r) \
-  case r: multiply_item<kBook, r>(item, ring, turn, sums); break;
+  case r: multiply_item<kBook, r>(item, ring, turn, takes, sums); break;
       EXL3_RATE(2) EXL3_RATE(4) EXL3_RATE(6) EXL3_RATE(8) EXL3_RATE(10) EXL3_RATE(12) EXL3_RATE(14) EXL3_RATE(16)
       default:
         if constexpr (kBook == Codebook::kMul1) switch (item.rate2) {
@@ -186,7 +235,8 @@ __device__ __forceinline__ void multiply_all(const MoeStage& stage, const MoeIte
           }
 #undef EXL3_RATE
     }
-    store_block(stage.scale, sums, sum_place(stage, item), item.rows);
+    if (stage.cut && item.gives) leave_block(call, stage, tail.block, sums, sum_place(stage, item), item.rows);
+    else store_block(stage.scale, sums, sum_place(stage, item), item.rows);
   }
 }
 
@@ -199,8 +249,10 @@ __global__ void __launch_bounds__(Tall::kThreads, 1)
     moe_tall_kernel(const __grid_constant__ MoeCall call, const __grid_constant__ MoeStage stage,
                     const __grid_constant__ TensorMap map) {
 #if EXL3_WARPGROUP
-  __shared__ __align__(16) MoeItem items[Tall::kFetchWarps * Tall::kListed];
-  static_assert(sizeof(items) <= Tall::kStaticBytes, "shared memory was counted");
+  __shared__ __align__(16) MoeItem items[Tall::kListed];
+  __shared__ __align__(16) MoeTail tail;
+  __shared__ __align__(16) MoeStage described;  // of a launch parameter those who fetch would keep too much in registers
+  static_assert(sizeof(items) + sizeof(tail) + sizeof(described) <= Tall::kStaticBytes, "shared memory was counted");
   const SharedAddress barriers = dynamic_shared();
   const SharedAddress begin = (barriers + Tall::kBarrierBytes + 1023) / 1024 * 1024;
   const TallRing ring{begin, barriers, stage.stage_bytes, Tall::stages(stage.stage_bytes)};
@@ -209,18 +261,28 @@ __global__ void __launch_bounds__(Tall::kThreads, 1)
       barrier_init(ring.full(s), 1);
       barrier_init(ring.empty(s), Tall::kSumWarps);
     }
+    barrier_init(ring.shared_out(), 1);
+    for (int item = 0; item < Tall::kListed; ++item) barrier_init(ring.described(item), 1);
     barrier_publish();
+    described = stage;
   }
+  earlier_grids_have_ended();
+  begin_tail(call, stage, tail);
   __syncthreads();
   wait_for_previous_grid();
   allow_next_grid();
   if (threadIdx.x >= Tall::kSumThreads) {
     give_registers<Tall::kFetchRegisters>();
     const int warp = (threadIdx.x - Tall::kSumThreads) / 32;
-    fetch_items(call, stage, map, ring, items + warp * Tall::kListed, warp);
+    if (stage.cut && warp == Tall::kFetchWarps - 1) {
+      find_share(stage, tail);
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) barrier_arrive(ring.shared_out());
+    }
+    fetch_items(call, described, map, ring, tail, items, warp);
   } else {
     take_registers<Tall::kSumRegisters>();
-    multiply_all<kBook>(stage, items, ring);
+    multiply_all<kBook>(call, stage, tail, items, ring);
   }
 #else
   (void)call, (void)stage, (void)map;

@@ -22,10 +22,9 @@ from vllm.model_executor.layers.quantization.exl3_trellis.codebook import CODEBO
 from vllm.model_executor.layers.quantization.exl3_trellis.plan import Activation
 
 FORMATS = [(name, rate) for name, book in CODEBOOKS.items() for rate in book.rates]
-LIMIT = 1e-3
 MIXED = query([(3, 3, 3), (4, 3, 4), (3, 4, 3), (2, 5, 8)])
-PLANS = ("decode", "prefill")
-RAGGED = [130, 100, 70, 20]
+LIMIT, PLANS = 1e-3, ("decode", "prefill")
+RAGGED, TALL = [130, 100, 70, 20], [289, 190, 99, 22]
 
 
 def check(of, call: Call, plan: str, limit: float = LIMIT, **options) -> torch.Tensor:
@@ -61,7 +60,7 @@ def test_a_row_has_the_same_bytes_in_every_block(tile):
         assert same_bytes(run(MIXED, call, "prefill", row_tile=tile, target="warpgroup"), whole)
 
 
-@pytest.mark.parametrize("tile, routes", [(64, RAGGED), (128, RAGGED), (256, [289, 190, 99, 22])])
+@pytest.mark.parametrize("tile, routes", [(64, RAGGED), (128, RAGGED), (256, TALL)])
 def test_larger_blocks_of_sm90_have_the_same_bytes(tile, routes):
     """Two column blocks at once, or 256 routes: several heights and rates, and an odd pass, which goes singly."""
     of = query([(3, 3, 3), (4, 2, 1), (3, 4, 3), (3, 3, 5)], k=640, width=256, top_k=1)
@@ -72,25 +71,30 @@ def test_larger_blocks_of_sm90_have_the_same_bytes(tile, routes):
     assert same_bytes(run(of, call, "prefill", **cut | {"pairs": False, "row_tile": min(tile, 128)}), whole)
 
 
+SHARED = {  # target, row tile, window: routes of each expert, thread blocks, how many take a share
+    ("warp", 16, 100): ([60, 40, 25, 3], 10, 10),
+    ("warp", 64, 100): ([60, 40, 25, 3], 10, 10),
+    ("warpgroup", 32, 100): ([60, 40, 25, 3], 10, 10),
+    ("warpgroup", 128, 100): ([60, 40, 25, 3], 10, 5),
+    ("warpgroup", 256, 300): (TALL, 14, 7),  # after one round of whole items
+    ("warpgroup", 256, 600): (TALL, 14, 7),  # after three
+}
+
+
 @pytest.mark.parametrize(
-    "target, tile",
-    [
-        pytest.param(*case, marks=() if case in (("warp", 64), ("warpgroup", 128)) else pytest.mark.slow)
-        for case in (("warp", 16), ("warp", 64), ("warpgroup", 32), ("warpgroup", 128))
-    ],
+    "target, tile, window", [pytest.param(*key, marks=[pytest.mark.slow] * (key[1] < 64)) for key in SHARED]
 )
-def test_shares_that_end_within_items_leave_the_same_bytes(target, tile):
+def test_shares_that_end_within_items_leave_the_same_bytes(target, tile, window):
     """Several windows, blocks of several sizes; what the sums begin with lies in the arena, where they end as well."""
     of = query([(3, 3, 3), (4, 4, 2), (3, 4, 3), (2, 2, 3)], k=640, width=256, top_k=1, slices=2)
-    ids = torch.repeat_interleave(torch.arange(4), torch.tensor([60, 40, 25, 3])).view(-1, 1)
-    call, window, grid = random_call(of, len(ids), ids), 100, 10
-    cut = {"row_tile": tile, "window": window, "target": target}
-    seen = []
+    routes, grid, shares = SHARED[target, tile, window]
+    ids = torch.repeat_interleave(torch.arange(4), torch.tensor(routes)).view(-1, 1)
+    call, cut, seen = random_call(of, len(ids), ids), {"row_tile": tile, "window": window, "target": target}, []
     whole = check(of, call, "prefill", grid=2, **cut)
     assert same_bytes(run(of, call, "prefill", grid=grid, look=lambda arena: seen.append(arena.clone()), **cut), whole)
     for arena in seen:
-        flags = Listed.share_flags(arena, windows=2, grid=grid, row_tile=tile)
-        assert (flags[:, 0] == (5 if (target, tile) == ("warpgroup", 128) else grid)).all(), "a share each"
+        flags = Listed.share_flags(arena, windows=-(-len(ids) // window), grid=grid, row_tile=tile)
+        assert (flags[:, 0] == shares).all(), "a share each"
         assert (flags[:, 1:].sum(1) >= 3).all(), "shares that left sums"
 
 
@@ -288,11 +292,7 @@ def test_operator_refuses(change, message):
         "slices": [torch.zeros(8, dtype=torch.int16), halves, halves] * 2,
         "sizes": GOOD_SIZES,
         "plan": GOOD_PLAN,
-        "limit": 1.0,
-        "alpha": 1.0,
-        "beta": 0.0,
-        "dependent_launch": False,
-    }
+    } | {"limit": 1.0, "alpha": 1.0, "beta": 0.0, "dependent_launch": False}
     for rows in (2, 0):
         load("warp").ops.moe(**good | {name: good[name][:rows] for name in ("x", "y")})
         load("warp").synchronize()

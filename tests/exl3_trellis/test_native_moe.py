@@ -39,23 +39,20 @@ def test_refuses_with_a_reason(changes, device, reason):
     assert why.startswith(reason)
 
 
-EDGES = [(1, 16), (1638, 16), (1639, 32), (3276, 32), (3277, 64), (6553, 64), (6554, 128), (28672, 128), (28673, 256)]
+LOW, HIGH = (16, 32, 64, 256), (16, 32, 64, 128, 256)  # tiles of rates up to 4 bits and above, on SM90
+EDGES = [(1, 16), (1638, 16), (1639, 32), (3276, 32), (3277, 64), (6553, 64)]
+TILES = [(tiles, routes, tile) for tiles in (LOW, HIGH, HIGH[:-1]) for routes, tile in EDGES] + [
+    (LOW, 6554, 256),
+    (HIGH, 6554, 128),
+    (HIGH, 28672, 128),
+    (HIGH, 28673, 256),
+    (HIGH[:-1], 28673, 128),
+]
 
 
-@pytest.mark.parametrize("routes, tile", EDGES)
-def test_row_tiles_fit_the_average_expert(routes, tile):
-    layer = query([3] * 256, 256, 512, 8)
-    assert native_moe.row_tile(layer, 1, routes, window=max(2048, -(-routes // 4)), grid=264) == tile
-
-
-# experts, width and routes an expert; of these the last fill their blocks
-UNEVEN = [(8, 3584, 128, 128), (128, 384, 128, 128), (8, 3584, 224, 128), (8, 3584, 225, 256), (128, 384, 225, 256)]
-
-
-@pytest.mark.parametrize("experts, width, average, tile", UNEVEN)
-def test_tall_blocks_fill_themselves_or_their_rounds(experts, width, average, tile):
-    layer, routes = query([3] * experts, 256, width, 2), experts * average
-    assert native_moe.row_tile(layer, 1, routes, window=max(2048, routes // 4), grid=264) == tile
+@pytest.mark.parametrize("tiles, routes, tile", TILES)
+def test_row_tiles_fit_the_average_expert(tiles, routes, tile):
+    assert native_moe.row_tile(tiles, routes / 256) == tile
 
 
 PREFILL = Window(name="prefill", rows=4096, block=64)
@@ -68,8 +65,10 @@ def test_only_sm90_has_the_larger_blocks(sm, monkeypatch):
     assert plan.cut.pairs == (sm == 90)
     assert plan.cut.down_columns == (512 if sm == 90 else 640)  # as many as fit, of eleven column blocks
     assert plan.cut_for(30).row_tile == 64
-    assert plan.row_tiles == (16, 32, 64, 128, 256)[: 5 if sm == 90 else 4]
+    assert plan.row_tiles == (LOW if sm == 90 else HIGH[:-1])
     assert plan.cut_for(4096).row_tile == plan.row_tiles[-1]
+    five_bits = native_moe.plan(query([5] * 8, 256, 256, 2), replace(HOPPER, sm=sm), PREFILL)
+    assert five_bits.row_tiles == (HIGH if sm == 90 else HIGH[:-1])
     shared = native_moe.plan(replace(LAYER, shared_h=True), replace(HOPPER, sm=sm), PREFILL)
     assert shared.row_tiles == (16, 32, 64, 128)
     assert shared.cut_for(4096).row_tile == 128

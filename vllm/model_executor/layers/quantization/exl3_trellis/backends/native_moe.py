@@ -37,8 +37,10 @@ DECODE_FIXED_BYTES, DECODE_RATE2_BYTES = 6_224, 3_072  # of a block, and for eac
 DECODE_BLOCK = 8
 PREFILL_TILES = (16, 32, 64, 128)
 TALL_TILE = 256  # on SM90
-TALL_ROUTES = 112  # of an average expert, above which such a block may pay
-TALL_FILL = 0.9  # of the last round of a window's items, which these blocks deal whole
+TALL_RATE2 = (
+    8  # twice the highest rate of which these blocks have products in steps of 32 rows, of more in steps of 128
+)
+TALL_ROUTES = 112  # of an average expert of higher rates, above which such a block pays
 PASSES = 4  # of gate and up and a slice, at capacity: a quarter of the routes still fills the card
 ERROR_LIMIT = 5e-3  # relative, of the start-up check; bfloat16 outputs alone round by 2e-3
 LEAST_WINDOW = 2048  # routes of a pass, below which memory is not worth another one
@@ -68,8 +70,10 @@ class NativeMoePlan:
         """For a call of so many rows."""
         if self.cut.decode:
             return self.cut
-        tile = row_tile(self.sizes, self.slices, rows * self.sizes.top_k, self.cut.window, self.cut.grid)
-        return replace(self.cut, row_tile=min(tile, self.cut.row_tile))
+        return replace(
+            self.cut,
+            row_tile=row_tile(_tiles(self.sizes, self.cut.pairs), rows * self.sizes.top_k / self.sizes.experts),
+        )
 
 
 def can_run(query: MoeQuery, device: Device) -> tuple[bool, str]:
@@ -104,7 +108,9 @@ def plan(query: MoeQuery, device: Device, window: Window) -> NativeMoePlan:
         weight_on_input=query.weight_on_input,
         activation=ops_moe.ACTIVATIONS[query.activation.name],
     )
-    cut = _decode(query, window.rows, device) if window.name == "decode" else _prefill(query, window.rows, device)
+    cut = (
+        _decode(query, window.rows, device) if window.name == "decode" else _prefill(query, sizes, window.rows, device)
+    )
     limit = math.inf if query.activation.limit is None else query.activation.limit
     return NativeMoePlan(
         sizes=sizes,
@@ -135,7 +141,7 @@ def _decode(query: MoeQuery, rows: int, device: Device) -> Cut:
     )
 
 
-def _prefill(query: MoeQuery, rows: int, device: Device) -> Cut:
+def _prefill(query: MoeQuery, sizes: Sizes, rows: int, device: Device) -> Cut:
     """Windows of routes and ranges of columns whose memory is a fraction of the whole, and the same for both."""
     routes = max(1, rows * query.top_k)
     window = max(min(routes, LEAST_WINDOW), -(-routes // (PASSES * query.slices)))
@@ -143,39 +149,38 @@ def _prefill(query: MoeQuery, rows: int, device: Device) -> Cut:
     pairs = device.sm == 90
     step = BLOCK * (1 + pairs)  # an even number of column blocks
     columns = inputs * 2 * query.k // routes // step * step  # what fits where the inputs were
-    grid = BLOCKS_PER_SM * device.sms
     return Cut(
         decode=False,
-        row_tile=min(row_tile(query, query.slices, routes, window, grid), _tiles(query, pairs)[-1]),
+        row_tile=row_tile(_tiles(sizes, pairs), routes / query.experts),
         parts=1,
         window=window,
         down_columns=max(BLOCK, min(columns, query.k)),
-        grid=grid,
+        grid=BLOCKS_PER_SM * device.sms,
         pairs=pairs,
     )
 
 
-def _tiles(of: MoeQuery | Sizes, pairs: bool) -> tuple[int, ...]:
-    """Rows of prefill blocks that there are kernels for: the largest take rows that lie in the order of routes."""
-    tall = pairs and (not of.shared_h or of.weight_on_input)
-    return (*PREFILL_TILES, TALL_TILE) if tall else PREFILL_TILES
+def _tiles(sizes: Sizes, pairs: bool) -> tuple[int, ...]:
+    """Rows of the prefill blocks that calls may reach: the highest take rows that lie in the order of routes."""
+    if not pairs or (sizes.shared_h and not sizes.weight_on_input):
+        return PREFILL_TILES
+    return (*PREFILL_TILES[: -1 if sizes.max_rate2 <= TALL_RATE2 else None], TALL_TILE)
 
 
-def row_tile(of: MoeQuery | Sizes, slices: int, routes: int, window: int, grid: int) -> int:
-    """Rows of a prefill block: the least that 2.5 average experts fit into, for routing is uneven; TALL_TILE where an
-    average expert fills that, or half of it where the items of a window fill their rounds too.
+def row_tile(tiles: tuple[int, ...], average: float) -> int:
+    """Rows of a prefill block for so many routes an expert: the least that 2.5 times as many fit into, for routing is
+    uneven.
 
-    H200, GLM-5.2 at TP4, 3 bits, blocks of 32 and 64 rows: 512 rows take 1028 and 1020 µs with balanced routing, 1286
-    and 1190 with Zipf; blocks of 64 and 128 rows: 1,024 rows take 1120 and 1167, 1576 and 1501; 2,048 rows 1432 and
-    1453, 2142 and 1957 (csrc/exl3/README.md).
+    H200, GLM-5.2 at TP4, 3 bits, microseconds of a layer, balanced and Zipf. Blocks of 32 and 64 rows: 512 rows take
+    1028 and 1020, 1286 and 1190. Of 64 and 256: 512 rows 953 and 975, 1065 and 1037; 768 rows 1037 and 1054, 1208 and
+    1157. Of 128 and 256: 1,024 rows 1156 and 1101, 1361 and 1267; 2,048 rows 1429 and 1407, 1766 and 1634
+    (csrc/exl3/README.md).
     """
-    average = routes / of.experts
-    if average > TALL_ROUTES:
-        items = round(min(window, routes) / average) * slices * 2 * of.width // BLOCK
-        places = -(-grid // BLOCKS_PER_SM)
-        if average > 2 * TALL_ROUTES or items >= TALL_FILL * -(-items // places) * places:
-            return TALL_TILE
-    return next((tile for tile in PREFILL_TILES if average * 2.5 <= tile), PREFILL_TILES[-1])
+    lower = [tile for tile in tiles if tile < TALL_TILE]
+    fitting = [tile for tile in lower if average * 2.5 <= tile]
+    if fitting:
+        return fitting[0]
+    return tiles[-1] if lower[-1] < PREFILL_TILES[-1] or average > TALL_ROUTES else lower[-1]
 
 
 def prepare(query: MoeQuery, weights: tuple[ExpertSlice, ...]) -> dict[str, torch.Tensor]:
@@ -254,8 +259,9 @@ def _kernels(plan: NativeMoePlan) -> list[tuple[int, bool]]:
     """(row tile, pairs) of every kernel that plans of this layer may reach."""
     if plan.cut.decode:
         return [(DECODE_BLOCK, False)]
-    larger = [tile for tile in _tiles(plan.sizes, plan.cut.pairs) if tile >= 64] if plan.cut.pairs else []
-    return [(tile, False) for tile in PREFILL_TILES] + [(tile, True) for tile in larger]
+    tiles = _tiles(plan.sizes, plan.cut.pairs)
+    larger = [tile for tile in tiles if tile >= 64] if plan.cut.pairs else []
+    return [(tile, False) for tile in tiles if tile < TALL_TILE] + [(tile, True) for tile in larger]
 
 
 def check(query: MoeQuery, device: torch.device) -> None:
