@@ -19,7 +19,7 @@ struct MoeStage {
   bool down;
   int first_window, windows;  // whose blocks take part
   int matrices;               // gate and up, or down
-  bool cut;                   // perhaps into equal shares, which end within items: moe_shares.cuh
+  bool cut;                   // perhaps into shares, which end within items: moe_shares.cuh, moe_tail.cuh
   int before;                 // routes ahead of the first source row
   int width;                  // columns of a whole matrix
   int columns, first_column;  // column blocks of a matrix

@@ -25,6 +25,9 @@ struct alignas(8) Route {
 // Sizes of a block of the prefill plan, the largest first, in steps of the rows by which the product's time grows.
 constexpr int kSizeRows = 32, kBlockSizes = kMaxRowTile / kSizeRows;
 
+// 2K up to which blocks of 256 have products in steps of kSizeRows.
+constexpr int kTallFineRate2 = 8;
+
 constexpr int kChunkRoutes = 2048;  // routes that one thread block of the prefill plan sorts
 
 struct MoeArena {
@@ -37,7 +40,7 @@ struct MoeArena {
   int64_t outputs;  // [routes][slice][down_columns] fp32 in the decode plan, else fp16: in place of the inputs
   int64_t sums;     // [parts][window][slice][gate, up][width], types as outputs
   int64_t middle;   // [routes][slice][width] fp16, each twice in the decode plan
-  // The prefill plan's shares of gate and up, see moe_shares.cuh:
+  // The prefill plan's shares of gate and up, see moe_shares.cuh and moe_tail.cuh:
   int64_t sizes;    // int [windows * kBlockSizes + 1]: first block of each size of each window, then of none
   int64_t flags;    // unsigned [windows][1 + grid]: shares taken, then whether each has left sums
   int64_t carry;    // float [grid][rows * 64], rows of a block, 128 at most: half of the sums that a share leaves to the next
@@ -72,7 +75,7 @@ struct MoeArena {
     sizes = aligned(middle + static_cast<int64_t>(routes) * args.slices * args.width * 2 * twice);
     flags = aligned(sizes + (args.decode ? 0 : 4ll * (windows * kBlockSizes + 1)));
     carry = aligned(flags + (args.decode ? 0 : 4ll * windows * (1 + args.grid)));
-    // Of larger blocks an SM has one thread block instead of two.
+    // Of larger blocks an SM has one thread block instead of two, of 256 rows one with as many sums as two of 128.
     const int64_t rows = args.row_tile < kPairRowTile ? args.row_tile : kPairRowTile;
     bytes = carry + (args.decode ? 0 : 2ll * (args.grid + args.grid % 2) * rows * kBlockColumns);
   }

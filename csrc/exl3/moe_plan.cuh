@@ -27,7 +27,7 @@ inline MoeStage into_stage(const MoeCall& call, int window) {
   MoeStage stage{};
   stage.first_window = window, stage.windows = 1;
   stage.matrices = kMatrices;
-  stage.cut = !args.decode;
+  stage.cut = !args.decode && (args.row_tile < kMaxRowTile || args.max_rate2 <= kTallFineRate2);
   stage.before = window * args.window;
   stage.width = args.width, stage.columns = args.width / kBlockColumns;
   stage.parts = args.parts, stage.depth = args.k / kUnitDepth;

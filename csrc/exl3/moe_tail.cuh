@@ -1,10 +1,10 @@
 // Gate and up of a window in blocks of 256: rounds of whole items, then the rest in shares with which all thread blocks end
 // at the same time.
 //
-// The rest is two rounds or more, so that a share is longer than any item although the rounds before have kept thread blocks
-// busy for different times. Who ends within an item does that piece before the others of the share, and has left its sums by
-// the time the next one comes to the item, last of all. Items keep their order, by which neighbours read the same rows of x
-// at about the same time: only within a share they no longer do.
+// The rest is two rounds or more where there are as many, so that a share is longer than any item although the rounds before
+// have kept thread blocks busy for different times. Who ends within an item does that piece before the others of the share;
+// the next one goes on from its sums last of all, and hardly waits for them. Items keep their order, by which neighbours read
+// the same rows of x at about the same time: only within a share they no longer do.
 #pragma once
 
 #include "moe_shares.cuh"
@@ -120,12 +120,13 @@ __device__ __forceinline__ void begin_tail(const MoeCall& call, const MoeStage& 
   const bool last = thread == kBlockSizes - 1;
   const int columns = call.args.slices * stage.matrices * stage.by_column.divisor;
   // Of several windows, which are not cut, only all items are asked for.
-  const int end = (first[last ? stage.windows * kBlockSizes : thread + 1] - first[0]) * columns;
+  const int first_block = load_from_l2(first);
+  const int end = (load_from_l2(first + (last ? stage.windows * kBlockSizes : thread + 1)) - first_block) * columns;
   tail.end[thread] = end;
   if (!last) return;
   tail.block = stage.cut ? static_cast<int>(atomic_increment(window_flags(call, stage))) : static_cast<int>(blockIdx.x);
   tail.rounds = stage.cut ? max(end / static_cast<int>(gridDim.x) - 2, 0) : 1 << 30;
-  tail.first_block = first[0], tail.items = end;
+  tail.first_block = first_block, tail.items = end;
   tail.cut = false;
 }
 

@@ -44,9 +44,9 @@ struct Tall {
   // What a block has from its launch is what its warps may exchange; asking for more waits for ever.
   static_assert(kSumThreads * kSumRegisters + 32 * kFetchWarps * kFetchRegisters <= 65536 / kThreads / 8 * 8 * kThreads,
                 "registers are there");
-  // An item's place in the list is read until its last stage has been released. Who describes the item kListed further on has
-  // fetched a stage that is less than kFetchWarps before the item ahead of it, for which the stage kMostStages before was
-  // released; that one must belong to a later item than the first, and an item has kUnitStages stages at least.
+  // An item's place in the list is read until all warps have come to a later item. Who describes the item kListed further on
+  // has fetched a stage at most kFetchWarps before the item ahead of that, for which the stage kMostStages before was released:
+  // it must belong to a later item than the first, and an item has kUnitStages stages at least.
   static_assert(kListed > (kMostStages + kFetchWarps) / kUnitStages + 2, "an item is described anew when nobody needs it");
 };
 static_assert(Tall::stages(Tall::stage_bytes(16)) >= Tall::kFetchWarps, "each of those who fetch begins in its own stage");
@@ -63,7 +63,7 @@ struct TallRing {
   __device__ __forceinline__ SharedAddress full(int stage) const { return barriers + stage * 8; }
   __device__ __forceinline__ SharedAddress empty(int stage) const { return barriers + (Tall::kMostStages + stage) * 8; }
   __device__ __forceinline__ SharedAddress shared_out() const { return barriers + 2 * Tall::kMostStages * 8; }
-  __device__ __forceinline__ SharedAddress described(int number) const {
+  __device__ __forceinline__ SharedAddress item(int number) const {  // has been described
     return shared_out() + (1 + number % Tall::kListed) * 8;
   }
 };
@@ -79,14 +79,14 @@ __device__ __forceinline__ void fetch_items(const MoeCall& call, const MoeStage&
   for (int next_item = 0;; ++next_item) {
     const MoeItem& item = items[(next_item + Tall::kListed - 1) % Tall::kListed];
     if (next_item > 0) {
-      barrier_wait(ring.described(next_item - 1), (next_item - 1) / Tall::kListed % 2);
+      barrier_wait(ring.item(next_item - 1), (next_item - 1) / Tall::kListed % 2);
       if (item.stages == 0) break;
     }
     if (next_item % Tall::kFetchWarps == warp) {
       if (next_item >= tail.rounds) barrier_wait(ring.shared_out(), 0);
       if (lane == 0) {
         describe_tall(call, stage, tail, next_item, items[next_item % Tall::kListed]);
-        barrier_arrive(ring.described(next_item));
+        barrier_arrive(ring.item(next_item));
       }
       __syncwarp();
     }
@@ -154,7 +154,7 @@ __device__ __forceinline__ void multiply_units(const TallRing& ring, Turn& turn,
 
 // Rows by which products differ. Rates that experts hardly have get fewer products, which take long to compile.
 template <int kRate2>
-constexpr int kTallStep = kRate2 <= 8 ? 32 : 128;
+constexpr int kTallStep = kRate2 <= kTallFineRate2 ? kSizeRows : 128;
 
 // One item's sums, for as many rows as the block has, rounded up.
 template <Codebook kBook, int kRate2, int kGroups = Tall::kGroups>
@@ -220,7 +220,7 @@ __device__ __forceinline__ void multiply_all(const MoeCall& call, const MoeStage
   TallSums sums = {};
 #pragma unroll 1
   for (int number = 0;; ++number) {
-    barrier_wait(ring.full(turn.stage), turn.parity);  // the item has been described by who fetched this
+    barrier_wait(ring.full(turn.stage), turn.parity);  // who fetched this has seen the item described
     const MoeItem& item = items[number % Tall::kListed];
     if (item.stages == 0) return;
     const bool takes = stage.cut && item.takes;
@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(Tall::kThreads, 1)
       barrier_init(ring.empty(s), Tall::kSumWarps);
     }
     barrier_init(ring.shared_out(), 1);
-    for (int item = 0; item < Tall::kListed; ++item) barrier_init(ring.described(item), 1);
+    for (int item = 0; item < Tall::kListed; ++item) barrier_init(ring.item(item), 1);
     barrier_publish();
     described = stage;
   }

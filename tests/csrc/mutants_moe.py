@@ -136,7 +136,7 @@ MOE_MUTANTS = {
     "moe-tall-item-from-the-start-of-a-turn": ("moe_tall.cuh", "at -= stages;", "at = warp;", LARGER),
     "moe-tall-item-not-waited-for": (
         "moe_tall.cuh",
-        "      barrier_wait(ring.described(next_item - 1), (next_item - 1) / Tall::kListed % 2);\n",
+        "      barrier_wait(ring.item(next_item - 1), (next_item - 1) / Tall::kListed % 2);\n",
         "",
         LARGER,
     ),

@@ -76,8 +76,8 @@ SHARED = {  # target, row tile, window: routes of each expert, thread blocks, ho
     ("warp", 64, 100): ([60, 40, 25, 3], 10, 10),
     ("warpgroup", 32, 100): ([60, 40, 25, 3], 10, 10),
     ("warpgroup", 128, 100): ([60, 40, 25, 3], 10, 5),
-    ("warpgroup", 256, 300): (TALL, 14, 7),  # after one round of whole items
-    ("warpgroup", 256, 600): (TALL, 14, 7),  # after three
+    ("warpgroup", 256, 300): (TALL, 17, 9),
+    ("warpgroup", 256, 600): (TALL, 14, 7),  # after three rounds of whole items
 }
 
 

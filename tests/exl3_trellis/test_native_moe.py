@@ -84,12 +84,13 @@ def test_the_table_says_where_every_expert_lies():
 
 
 def test_numbers_agree_with_the_sources():
-    text = "".join((SOURCES / name).read_text(encoding="utf-8") for name in ("moe.h", "moe_few.cuh"))
+    text = "".join((SOURCES / name).read_text(encoding="utf-8") for name in ("moe.h", "moe_few.cuh", "moe_layout.cuh"))
     for name, number in (
         ("kMaxSlices", ops_moe.MAX_SLICES),
         ("kMaxExperts", ops_moe.MAX_EXPERTS),
         ("kDecodeRows", native_moe.DECODE_BLOCK),
         ("kFewBlocksPerSm", native_moe.DECODE_BLOCKS_PER_SM),
+        ("kTallFineRate2", native_moe.TALL_RATE2),
     ):
         assert f"{name} = {number};" in text
     prefill = (SOURCES / "moe_prefill.cu").read_text(encoding="utf-8")
