@@ -185,7 +185,8 @@ def run(
     m = call.x.shape[0]
     native_moe.ops_moe.arena_bytes = functools.partial(arena_bytes, target)
     planned = native_moe.plan(of, DEVICE, Window(name=plan, rows=capacity or m, block=8))
-    here = {"pairs": target == "warpgroup"} | ({"row_tile": row_tile} if row_tile else {})
+    pairs = target == "warpgroup"
+    here = {"pairs": pairs, "row_tile": row_tile or min(planned.cut.row_tile, 256 if pairs else 128)}
     changed = replace(planned.cut, **(here | cut))
     table = native_moe.table_of(of)
 
