@@ -180,7 +180,8 @@ __device__ __forceinline__ void store_block(float scale, const TallSums& sums, c
   }
 }
 
-// The same to the next thread block, as they are, and from the one before. See leave_sums.
+// The same to the next thread block, as they are, and from the one before. See leave_sums, which goes from row to row by
+// adding: the pairs of moe_product.cuh have no registers to address rows as here.
 __device__ __forceinline__ void leave_block(const MoeCall& call, const MoeStage& stage, int block, const TallSums& sums,
                                             const SumPlace& place, int rows) {
   float2* const second = second_columns<Tall::kGroups>(call, block, Tall::kSumThreads);

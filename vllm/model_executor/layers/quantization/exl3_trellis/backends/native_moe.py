@@ -37,9 +37,7 @@ DECODE_FIXED_BYTES, DECODE_RATE2_BYTES = 6_224, 3_072  # of a block, and for eac
 DECODE_BLOCK = 8
 PREFILL_TILES = (16, 32, 64, 128)
 TALL_TILE = 256  # on SM90
-TALL_RATE2 = (
-    8  # twice the highest rate of which these blocks have products in steps of 32 rows, of more in steps of 128
-)
+TALL_RATE2 = 8  # twice the rate up to which its products go in steps of 32 rows, above in steps of 128
 TALL_ROUTES = 112  # of an average expert of higher rates, above which such a block pays
 PASSES = 4  # of gate and up and a slice, at capacity: a quarter of the routes still fills the card
 ERROR_LIMIT = 5e-3  # relative, of the start-up check; bfloat16 outputs alone round by 2e-3
@@ -70,10 +68,8 @@ class NativeMoePlan:
         """For a call of so many rows."""
         if self.cut.decode:
             return self.cut
-        return replace(
-            self.cut,
-            row_tile=row_tile(_tiles(self.sizes, self.cut.pairs), rows * self.sizes.top_k / self.sizes.experts),
-        )
+        average = rows * self.sizes.top_k / self.sizes.experts
+        return replace(self.cut, row_tile=row_tile(_tiles(self.sizes, self.cut.pairs), average))
 
 
 def can_run(query: MoeQuery, device: Device) -> tuple[bool, str]:
@@ -164,7 +160,8 @@ def _tiles(sizes: Sizes, pairs: bool) -> tuple[int, ...]:
     """Rows of the prefill blocks that calls may reach: the highest take rows that lie in the order of routes."""
     if not pairs or (sizes.shared_h and not sizes.weight_on_input):
         return PREFILL_TILES
-    return (*PREFILL_TILES[: -1 if sizes.max_rate2 <= TALL_RATE2 else None], TALL_TILE)
+    lower = PREFILL_TILES if sizes.max_rate2 > TALL_RATE2 else PREFILL_TILES[:-1]
+    return (*lower, TALL_TILE)
 
 
 def row_tile(tiles: tuple[int, ...], average: float) -> int:
@@ -176,11 +173,10 @@ def row_tile(tiles: tuple[int, ...], average: float) -> int:
     1157. Of 128 and 256: 1,024 rows 1156 and 1101, 1361 and 1267; 2,048 rows 1429 and 1407, 1766 and 1634
     (csrc/exl3/README.md).
     """
-    lower = [tile for tile in tiles if tile < TALL_TILE]
-    fitting = [tile for tile in lower if average * 2.5 <= tile]
-    if fitting:
-        return fitting[0]
-    return tiles[-1] if lower[-1] < PREFILL_TILES[-1] or average > TALL_ROUTES else lower[-1]
+    tile = next((tile for tile in tiles if tile < TALL_TILE and average * 2.5 <= tile), tiles[-1])
+    if tile == TALL_TILE and PREFILL_TILES[-1] in tiles and average <= TALL_ROUTES:
+        return PREFILL_TILES[-1]
+    return tile
 
 
 def prepare(query: MoeQuery, weights: tuple[ExpertSlice, ...]) -> dict[str, torch.Tensor]:
